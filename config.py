@@ -214,9 +214,9 @@ class Config:
         1000, "steps between checks that ranks hold the same weights; 0: never", at_least=0)
 
 
-def train_parser():
+def train_parser(everything: bool = True):
     return cli.make_parser(Config, "train.py", "[--option value ...]", "Train a language model.",
-                           NEEDED)
+                           NEEDED, everything)
 
 
 def parse(argv: list[str], saved: str | None = None) -> Config:
@@ -225,7 +225,7 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     saved: config.yaml of the run that is being continued; it stands in for the defaults. Presets
     and files become flags before `argv`, so that one parser checks them all and the last one wins.
     """
-    parser = train_parser()
+    parser = train_parser(everything=not {"--help_all", "--help-all"}.isdisjoint(argv))
     given = cli.read_flags(parser, argv)
     named = given.depth or any(flag.split("=")[0] == "--model" for flag in argv)
     drop = {"head_dim", "depth", "qk_norm"}.union(*MODELS.values()) if named else set()

@@ -31,7 +31,7 @@ from steady.guard.process import FORK, leave_to_parent
 from steady.options import ConfigError, Failed
 from steady.private import mark_dynamic
 from steady.tokens.documents import Dataset, Documents, Stream
-from steady.tokens.files import IGNORE, find_sources, read_sidecars, split_stages
+from steady.tokens.files import IGNORE, find_sources, read_sidecars, split_stages, tokenizer_hash
 from steady.tokens.order import Order
 from steady.tokens.packing import boundaries
 from steady.tokens.tokenizers import decode
@@ -261,7 +261,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
     cfg.max_steps = cfg.max_steps or -(-cfg.epochs * train_data.n_samples // cfg.batch_size)
     val_data = train_data if cfg.eval_only else load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
-        if val_data.tokenizer != train_data.tokenizer:
+        if tokenizer_hash(val_data.tokenizer) != tokenizer_hash(train_data.tokenizer):
             raise ConfigError(f"{val_option}: its tokenizer is {val_data.tokenizer or 'unknown'}, "
                               f"that of --data {train_data.tokenizer or 'unknown'}")
         if val_data.vocab_size > cfg.vocab_size:  # as where a fork adds an id to that of before

@@ -228,12 +228,13 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
     for _ in range(max_new_tokens):
         if tokens.shape[1] - start > context:
             start, caches = tokens.shape[1] - (context + 1) // 2, None
-        unseen = tokens[:, -1:]
         if caches is None:
-            unseen = tokens[:, start:]
-            capacity = min(context, unseen.shape[1] + max_new_tokens)
+            capacity = min(context, tokens.shape[1] - start + max_new_tokens)
             caches = [layers.KVCache(capacity) for _ in model.blocks]
+        unseen = tokens[:, start + caches[0].length :]
         logits = model.head(model.hidden(unseen, caches)[:, -1])
+        if not all(cache.length for cache in caches):  # a layer of a fork ignores its own
+            caches = None
         new = sample_token(logits, temperature, top_k, top_p)
         if stop:
             new = new.masked_fill(ended[:, None], stop[0])

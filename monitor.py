@@ -10,8 +10,7 @@
     monitor.close()
 
 It needs this file and steady/watch/, nothing else. An ordinary step costs a few clock reads;
-tensors stay on their device until the next log and leave it in one copy. Every log is a row of
-metrics.jsonl, and everything reported is computed from the newest 512 rows.
+tensors stay on their device until the next log. Findings come from the rows of metrics.jsonl.
 """
 
 if __name__ == "__main__":  # before the imports below, for they take seconds
@@ -39,7 +38,7 @@ from steady.watch.history import OUTSIDE_PHASES, quantile
 from steady.watch.machine import Machine
 from steady.watch.report import news, report, report_text, waits_for_lines
 from steady.watch.sampler import Sampler, Tracer
-from steady.watch.sinks import Sinks, say
+from steady.watch.sinks import Sinks, TensorBoard, say
 from steady.watch.trends import Spikes
 
 CHECK_SHARE = 1e-3  # of the time, at most, for computing findings
@@ -53,7 +52,7 @@ class Monitor:
     more. first_step: of this process; rows of later steps are cut off. last_step: of the run, or a
     function returning it. peak_flops: of all devices. about: facts on the run, such as vocab_size.
     tensorboard: its folder, True for out_dir/tensorboard. tracker: its module, settings to show.
-    group: a gloo group of all ranks. datasets: names for `add_losses`. columns: () → more of a row.
+    group: a gloo group of all ranks. datasets: names for `add_losses`. columns: () → more columns.
     autopsy: (step, rank) → more on an anomaly, on every rank. trace: the first of three steps.
     """
 
@@ -107,8 +106,7 @@ class Monitor:
     def log(self, name: str, value, weight=1):
         """Add `value` to the metric `name`: total over total weight in this log interval.
 
-        A weight of 1 gives the mean over steps, and over the ranks that log it. Never syncs with
-        the device.
+        A weight of 1 gives the mean over steps, and over the ranks that log it. It never syncs.
         """
         if self.log_interval:
             value, weight = scalar(value), scalar(weight)
@@ -137,7 +135,6 @@ class Monitor:
         """Step number `step` is done: log if it is due.
 
         loss and tokens: of this rank (without `add_losses`'); grad_norm: of all ranks.
-        Tensors stay on their device.
         """
         step = int(step)  # of NumPy, or a float
         if self.first_step is None:
@@ -153,6 +150,8 @@ class Monitor:
         if grad_norm is not None and self.level != "off":
             self.grad_norms.append(scalar(grad_norm))
         if self.due(step):
+            if self.sinks and self.logged_step < self.first_step:
+                self.sinks.use("TensorBoard", TensorBoard.open)  # its import is part of the start
             row, anomalies = self.gather_values(step)  # waits for the device and for other ranks
             row |= self.rates(step, lr)  # that wait is part of the step
             previous = self.phase("logging")
@@ -194,19 +193,20 @@ class Monitor:
             for name, total, weight in zip(self.datasets, *self.dataset_totals, strict=True):
                 self.log(f"train/loss/{name}", total, weight)
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
-        totals, weights = ([pair[i] for pair in self.gathered.values()] for i in (0, 1))
+        gathered, self.gathered = self.gathered, {}  # other threads may log meanwhile
+        totals, weights = ([pair[i] for pair in gathered.values()] for i in (0, 1))
         totals, weights, *parts = on_host(
             [totals, weights, self.losses, self.grad_norms, [self.tokens]], self.device)
         pairs = zip(totals, weights, strict=True)
-        parts += [self.clock.own_ms(self.steps), dict(zip(self.gathered, pairs, strict=True))]
+        parts += [self.clock.own_ms(self.steps), dict(zip(gathered, pairs, strict=True))]
         previous = self.phase("waiting" if dist.is_initialized() else self.clock.current)
         of_ranks = gather(parts, self.group)
         self.phase(previous)
         losses, norms, tokens, own, metrics = zip(*of_ranks, strict=True)
-        self.gathered, self.losses, self.grad_norms, self.tokens = {}, [], [], 0
+        self.losses, self.grad_norms, self.tokens = [], [], 0
         self.step_tokens = sum(of_rank[0] for of_rank in tokens) / self.steps
         row, anomalies = {}, []
-        for name in sorted(set().union(*metrics)):
+        for name in sorted(set().union(*metrics), key=str):
             total, weight = map(sum, zip(*(of[name] for of in metrics if name in of), strict=True))
             row |= {name: total / weight} if weight else {}
         if any(losses):

@@ -83,7 +83,7 @@ def train(run: "Run", batches):
         step_loss, grad_norm = update(run, sums)  # clips; skips non-finite gradients
         run.advance()  # step, position and tokens together
         monitor.phase("other")
-        measure_output(run, batch)  # at a log, with --monitoring full
+        measure_output(run, batch)  # only at log steps, with --monitoring full
         memory.collect_garbage(progress.step, first_step)
         monitor.step(progress.step, lr=lr, loss=step_loss, grad_norm=grad_norm)
         guard.check(progress.step)  # reads the device only when it is due, as at a log
@@ -109,7 +109,7 @@ def between_steps(run: "Run"):
 def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
     warmup = cfg.warmup_steps
-    warmup = warmup if warmup <= cfg.max_steps else cfg.max_steps // 2  # cut by --max_minutes
+    warmup = warmup if warmup <= cfg.max_steps else cfg.max_steps // 2  # shortened by --max_minutes
     if step < warmup:
         return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
@@ -156,9 +156,9 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     grads = [p.grad for p in shards.parameters.values() if p.grad is not None]
     of_all = torch.stack((*sums, shards.norms(grads).norm()))
     if dist.is_initialized():
-        dist.all_reduce(of_all)  # of the norm, too: or ranks might decide differently
+        dist.all_reduce(of_all)  # the norm as well: all ranks must decide alike
         of_all[::2] /= run.ranks.world_size
-    share = of_all[1].clamp(min=1.0) / (cfg.batch_size * cfg.seq_len)  # of tokens that are targets
+    share = of_all[1].clamp(min=1.0) / (cfg.batch_size * cfg.seq_len)  # fraction that are targets
     loss, grad_norm = of_all[::2] / share
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
@@ -225,7 +225,7 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
 
 
 def evaluation_due(run: "Run") -> bool:
-    """Also true on resuming at a step that a crash left without its evaluation."""
+    """Also true on resuming at a step whose evaluation a crash prevented."""
     step = run.progress.step
     is_due = due(step, run.cfg.eval_interval, run.cfg.max_steps)
     return run.val_data is not None and is_due and run.progress.evaluated_step < step
@@ -233,7 +233,7 @@ def evaluation_due(run: "Run") -> bool:
 
 @torch.no_grad()
 def evaluate(run: "Run") -> float | None:
-    """Mean loss in nats over the same validation samples, shared by all ranks; NaN of none.
+    """Mean loss in nats over the same validation samples, of all ranks; NaN if no target counts.
 
     None after a signal to stop. With --ema, of the averaged weights. Another metric is one line:
     `means.add(f"val/NAME{of}", values, batch)`, values of [B, T].
@@ -513,7 +513,7 @@ def train_with_recovery(run: Run):
         try:
             if evaluation_due(run):
                 keep_best(run, evaluate(run))
-                save(run)  # that it is made: there may be no step left
+                save(run)  # records the evaluation: there may be no step left
             with contextlib.closing(batches):  # ends its processes before errors are reported
                 train(run, batches)
             break

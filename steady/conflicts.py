@@ -1,4 +1,4 @@
-"""Options that do not go together, and values that bounds alone cannot exclude."""
+"""Conflicting options, and values that bounds alone cannot rule out."""
 
 import importlib.util
 import re
@@ -8,7 +8,7 @@ from steady.options import ConfigError, nearest
 
 
 def refuse_conflicts(cfg):
-    """Raise ConfigError for the first of them; cfg has its defaults filled in."""
+    """Raise ConfigError for the first conflict; cfg has its defaults filled in."""
 
     def need(ok: bool, name: str, expected: str):
         if not ok:

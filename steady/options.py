@@ -24,12 +24,7 @@ class ConfigError(Exception):
 
 
 class Failed(Exception):
-    """Ends a run with exit code 1 and a message of one line, without a traceback.
-
-    of_one_rank: the other ranks do not know of it, so it is printed whichever rank it is.
-    """
-
-    of_one_rank = False
+    """Ends a run with exit code 1 and a message of one line, without a traceback."""
 
 
 @contextlib.contextmanager
@@ -103,68 +98,41 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-class Switch(argparse.Action):
-    """--x and --no_x, without a value."""
-
-    def __init__(self, option_strings, dest, **kwargs):
-        super().__init__(option_strings, dest, nargs=0, **kwargs)
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, not option_string.startswith("--no_"))
-
-
-class ShortHelp(argparse.Action):
-    """--help, if --help_all shows all options."""
-
-    def __call__(self, parser, *_):
-        print(self.const.format_help(), end="")
-        parser.exit()
-
-
 def make_parser(options: type, prog: str, usage: str, about: str,
-                needed: tuple[str, ...] = ()) -> Parser:
+                needed: tuple[str, ...] = (), everything: bool = True) -> Parser:
     """A parser of all fields of a dataclass, in the groups that its fields name.
 
-    needed: the options that --help shows; --help_all then shows all of them.
+    needed: if any, the only options that the help shows, unless it shows everything.
     """
-    def parser(**how) -> Parser:
-        return Parser(
-            prog=prog, usage=f"%(prog)s {usage}", allow_abbrev=False, **how,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30, 100),
-            description=f"{about} In names of options, dashes and underscores are the same.")
-
-    full = group = parser(add_help=not needed)
-    fields = {f.name: f for f in dataclasses.fields(options)}
+    parser = group = Parser(
+        prog=prog, usage=f"%(prog)s {usage}", allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30, 100),
+        description=f"{about} In names of options, dashes and underscores are the same; --no_NAME "
+                    "switches an option off.")
     if needed:
-        short = parser(add_help=False, epilog=f"--help_all shows all {len(fields)} options.")
-        for name in needed:
-            add_option(short, fields[name])
-        full.add_argument("-h", "--help", action=ShortHelp, nargs=0, const=short, dest="help",
-                          default=argparse.SUPPRESS, help="show the options needed most often")
-        full.add_argument("--help_all", action="help", dest="help", help="show all options")
-    for f in fields.values():
+        parser.add_argument("--help_all", action="help", help="show all options")
+    for f in dataclasses.fields(options):
         if "group" in f.metadata:
-            group = full.add_argument_group(f.metadata["group"])
-        add_option(group, f)
-    return full
+            group = parser.add_argument_group(f.metadata["group"])
+        add_option(group, f, hidden=not everything and f.name not in needed)
+    return parser
 
 
-def add_option(group, f: dataclasses.Field):
+def add_option(group, f: dataclasses.Field, hidden: bool):
     default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     text = f.metadata.get("help", "")
     unsaid = default is None or default is False or default == []
     if not unsaid and "(default" not in text:
         shown = " ".join(default) if isinstance(default, list) else default
         text += f" (default: {'on' if default is True else shown})"
-    how = dict(dest=f.name, default=default, help=text)
+    how = dict(dest=f.name, default=default, help=argparse.SUPPRESS if hidden else text)
     kind = f.type
     if NoneType in get_args(kind):
         kind = next(k for k in get_args(kind) if k is not NoneType)
     if kind is bool:
-        forms = [f"--{f.name}", f"--no_{f.name}"]
-        if default is False:  # its negation only serves to undo a file
-            group.add_argument(forms.pop(), **how | {"help": argparse.SUPPRESS}, action=Switch)
-        group.add_argument(*forms, **how, action=Switch)
+        group.add_argument(f"--{f.name}", **how, action="store_true")
+        how["help"] = argparse.SUPPRESS
+        group.add_argument(f"--no_{f.name}", **how, action="store_false")
         return
     if get_origin(kind) is list:
         how["nargs"], kind = "+", get_args(kind)[0]
@@ -197,7 +165,8 @@ def normal_form(parser: Parser, arg: str) -> str:
         return arg
     name, equals, value = arg.partition("=")
     name = "--" + name[2:].replace("-", "_")
-    if equals and isinstance(parser._option_string_actions.get(name), Switch):
+    action = parser._option_string_actions.get(name)
+    if equals and getattr(action, "const", None) is True:
         if value.lower() in ("true", "yes", "on", "1"):
             return name
         if value.lower() in ("false", "no", "off", "0"):

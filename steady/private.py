@@ -19,7 +19,7 @@ def use_fake_backend():
 
 
 def fix_buckets(ddp: nn.parallel.DistributedDataParallel):
-    """Let a rank lay its gradients out once, before its first step, as after it.
+    """Build DDP's final gradient buckets before the first step, not after it.
 
     Else it does so after the first step of a process, and gloo then adds in another order: with
     three ranks or more a restart changes the last bits of the weights, as it does without this.
@@ -48,7 +48,7 @@ def sdpa_choice(*tensors, **how) -> int | None:
 
 
 def compile_deterministically():
-    """Let the compiler not time kernels to choose one: the choice would differ between processes.
+    """Stop the compiler from timing kernels to choose one: processes would choose differently.
 
     Without it, a compiled run is as deterministic as that choice.
     """

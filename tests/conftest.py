@@ -29,7 +29,6 @@ import config  # noqa: E402
 import data  # noqa: E402
 import steady.models.device  # noqa: E402
 import train  # noqa: E402
-from steady.checkpoints import opening  # noqa: E402
 from steady.checkpoints.checkpoint import checkpoint_at, compare, list_checkpoints  # noqa: E402
 from steady.guard.process import exit_code, leave  # noqa: E402
 from steady.tokens.files import write_tokens  # noqa: E402
@@ -42,9 +41,6 @@ torch.set_num_threads(int(THREADS))
 # In the background of a shell, or under nohup, they are ignored, also in what is started from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-# or what a run prints would depend on what else the machine does
-whole_crowded, opening.crowded = opening.crowded, lambda device: ""
 
 # One of 40 tokens takes a seventh of a run of 12 steps, and a third where weights are gathered.
 whole_sample = train.sample
@@ -122,9 +118,26 @@ def run(corpus, tmp_path, monkeypatch):
     return run
 
 
+@pytest.fixture
+def tool(capsys):
+    """tool(main, *arguments, expect=0) → what that command printed: (out, err)."""
+
+    def tool(main, *arguments, expect=0):
+        capsys.readouterr()
+        code = main([*map(str, arguments)])
+        printed = capsys.readouterr()
+        assert code == expect, printed
+        return printed
+
+    return tool
+
+
 def poison(first: int, stop: int):
     """From now on the losses of samples `first` to `stop` - 1 are not finite; for a hook."""
-    plain_batch, plain_forward = data.Mixture.batch, train.Transformer.forward
+    import data  # in a copy of the repository, those of the copy
+    import model
+
+    plain_batch, plain_forward = data.Mixture.batch, model.Transformer.forward
 
     def batch(self, start, end):
         found = plain_batch(self, start, end)
@@ -134,7 +147,7 @@ def poison(first: int, stop: int):
         losses = plain_forward(self, tokens, targets, documents)
         return losses if tokens.any() else losses * math.nan
 
-    data.Mixture.batch, train.Transformer.forward = batch, forward
+    data.Mixture.batch, model.Transformer.forward = batch, forward
 
 
 runs_made = itertools.count(1)
@@ -158,10 +171,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": THREADS, "PYTHONPATH": path}
 
 
-def in_clone(clone: Path, argv: list, before=lambda: None) -> "Process":
+def in_clone(clone: Path, argv: list, before=lambda: None, **ranks) -> "Process":
     """`python train.py argv` of a copy of the repository, in a fork, which has torch already.
 
-    before: called first, where it can import the modules of the copy.
+    before: called first, where it can import the modules of the copy. ranks: as for `Process`.
     """
     def hook():
         for name, module in list(sys.modules.items()):
@@ -178,7 +191,7 @@ def in_clone(clone: Path, argv: list, before=lambda: None) -> "Process":
             os._exit(end.code or 0)
         raise AssertionError("train.py returned")
 
-    return Process(clone, [], hook)
+    return Process(clone, [], hook, **ranks)
 
 
 def after_updates(do, put=setattr):

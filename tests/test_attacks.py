@@ -41,7 +41,7 @@ def test_a_config_yaml_cannot_trust_remote_code(run, tmp_path):
     assert "command line" in run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
 
 
-def test_overwrite_moves_the_old_run_and_deletes_nothing(run, tmp_path):
+def test_overwrite_moves_the_old_run_and_deletes_nothing(run, tmp_path, monkeypatch):
     run("--out_dir", "r")
     (tmp_path / "r/notes.txt").write_text("mine")
     before = contents(tmp_path / "r", "lock")
@@ -50,6 +50,9 @@ def test_overwrite_moves_the_old_run_and_deletes_nothing(run, tmp_path):
     (tmp_path / "r.old-2").touch()
     assert "r.old-3" in run("--out_dir", "r", "--overwrite", "--max_steps", 2)
     assert steps(tmp_path / "r.old-3") == [4] and steps(tmp_path / "r") == [2]
+    monkeypatch.chdir(tmp_path / "r")
+    run("--out_dir", ".", "--overwrite", "--max_steps", 3)
+    assert steps(tmp_path / "r.old-4") == [2] and steps(tmp_path / "r") == [3]
 
 
 def test_links_are_refused_before_anything_changes(run, tmp_path):

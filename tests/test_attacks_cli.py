@@ -21,7 +21,7 @@ from conftest import TINY, TRAIN, environment
 
 import config
 import train
-from steady.guard.process import exit_code, leave
+from steady.guard.process import exit_code, leave, run_command
 from tools import verify
 from tools.report import main as report_command
 
@@ -48,14 +48,11 @@ def refused(run, tmp_path):
 
 @pytest.mark.parametrize("flags, said", [
     # what is no value of its type
-    ("--learning_rat 1", "unknown option --learning_rat (did you mean --learning_rate?)"),
     ("--learning-rat=1", "unknown option --learning_rat (did you mean --learning_rate?)"),
     ("--lr 1", "unknown option --lr\n"),
     ("--seed 1 a.yaml", "unexpected argument a.yaml"),
     ("--learning_rate", "--learning_rate: expected one argument"),
-    ("--max_steps soon", "error: --max_steps: invalid int value: 'soon'"),
-    ("--max_steps " + "9" * 5000, "--max_steps: invalid int value"),
-    ("--dropout x", "--dropout: invalid float value: 'x'"),
+    ("--max_steps " + "9" * 5000, "error: --max_steps: invalid int value: '999"),
     ("--device tpu", "--device: invalid choice: 'tpu' (choose from"),
     pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(
         torch.cuda.is_available(), reason="there is a GPU")),
@@ -68,7 +65,6 @@ def refused(run, tmp_path):
     ("--num_workers 1000000", "num_workers 1000000: expected a number"),
     # bounds
     ("--max_steps 0", "--max_steps 0: expected at least 1"),
-    ("--max_steps 1" + "0" * 40, "max_steps"),
     ("--dropout 1.5", "--dropout 1.5: expected at least 0 and below 1"),
     ("--seed 99999999999999999999", "below 9223372036854775808"),
     ("--learning_rate nan", "--learning_rate nan: expected a finite number"),
@@ -98,10 +94,7 @@ def refused(run, tmp_path):
     # data
     ("--data a:1/0", "a:1/0: no such file or folder"),
     ("--data a:nan", "a:nan: expected a weight"),
-    ("--data a:-1", "a:-1: expected a weight above 0"),
-    ("--data a:0", "a:0: expected a weight above 0"),
-    ("--data C:/data", "C:/data: no such file or folder"),
-    ("--data a:1e-400", "a:1e-400: expected a weight"),
+    ("--data a:1e-400", "a:1e-400: expected a weight above 0"),
     ("--data a:1e999999999", "a:1e999999999: expected a weight"),
     ("--data file", ".bin"),
     ("--data ~nosuchuser/x", "~nosuchuser/x: no such file"),
@@ -111,9 +104,7 @@ def refused(run, tmp_path):
     ("--resume " + "x" * 300, "File name too long"),
     ("--out_dir file", "file"),
     ("--out_dir file/run", "file is not a directory"),
-    ("--resume none.pt", "none.pt"),
     ("--resume file", "not a checkpoint"),
-    ("--resume folder", "nor a finished checkpoint"),
     ("--check_checkpoints nowhere", "no such directory"),
     ("--check_checkpoints folder", "has no checkpoints"),
     ("--config folder", "--config folder: is a folder"),
@@ -153,15 +144,13 @@ def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatc
     (b"[1, 2]: 3\n", "not YAML"),
     (b"[" * 5000, "not YAML"),
     (b"- 1\n- 2", "`name: value`"),
-    (b"just text", "`name: value`"),
     (b"data: {a: b}\n", "data must be a value or a list"),
     (b"data: &a [*a]\n", "not YAML"),
     (b"seed: !!binary x\n", "--seed: invalid int value: 'x'"),
-    (b"resume: " + b"x" * 300, "File name too long"),
 ])
 def test_a_bad_file_of_options_is_refused(refused, text, said):
     printed = refused(config=text)
-    assert said in printed and ("c.yaml" in printed or said == "File name too long")
+    assert said in printed and "c.yaml" in printed
 
 
 # --- evaluation ---
@@ -186,20 +175,18 @@ ODD = ['7', '[1, 2]', '"step"', 'null', '{"step": "3"}', '{"step": null}', '{"st
        '{"step": 2, "anomaly": ["x"], "slowest": 4}', '{"step": 2, "slowest": [1.0, [3, "x"]]}']
 
 
-def test_a_run_with_odd_contents_is_reported_and_continued(run, tmp_path, monkeypatch, capsys):
+def test_a_run_with_odd_contents_is_reported_and_continued(run, tmp_path, monkeypatch, tool):
     """Odd flags, and odd lines of metrics.jsonl."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--note", "a\nseed: 5", "\udcff"])
     run("--out_dir", "r", "--log_interval", 1, "--save_interval", 6)
     path = tmp_path / "r/metrics.jsonl"
     lines = path.read_text().splitlines()
-    assert report_command(["r"]) == 0
-    told = capsys.readouterr().out
+    told = tool(report_command, "r").out
     path.write_text("\n".join([*ODD, *lines[:3], *ODD, *lines[3:], *ODD]) + "\n")
-    assert report_command(["r"]) == 0
-    assert capsys.readouterr().out == told
+    assert tool(report_command, "r").out == told
     (tmp_path / "r/checkpoints/step_00000012.pt").unlink()
     run("--out_dir", "r", "--auto_resume", bare=True)
-    assert report_command(["r"]) == 0
+    tool(report_command, "r")
 
 
 # --- Ctrl-C ---
@@ -243,7 +230,7 @@ def test_closed_streams_are_opened_on_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "full disk"])
-def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys, kind):
+def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, tool, kind):
     monkeypatch.chdir(tmp_path)
     page, other, write = Path("page.html"), Path("other.html"), Path.write_text
     Path("r").mkdir()
@@ -259,12 +246,10 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, capsys, ki
     if kind == "full disk":
         monkeypatch.setattr(Path, "write_text", full)
     files = sorted(tmp_path.iterdir())
-    assert report_command(["r", "--html", "page.html"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert tool(report_command, "r", "--html", "page.html", expect=2).err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == files and other.read_text() == "<!doctype html>"
     assert not page.is_file() or page.stat().st_size in (0, len("<!doctype html>"))
-    assert report_command(["r/7"]) == 2
-    assert capsys.readouterr().err == (
+    assert tool(report_command, "r/7", expect=2).err == (
         "monitor.py: error: r/7: no such run, there is no metrics.jsonl in it\n")
 
 
@@ -382,6 +367,13 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
                           stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_screen_without_some_characters(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert run_command("data.py", lambda argv: print("naïve"), []) == 0
+    assert screen.buffer.getvalue() == b"na?ve\n"
 
 
 @pytest.mark.parametrize("variables, said", [

@@ -315,31 +315,28 @@ def test_two_preparations_into_one_folder(tmp_path, made, end):
     source, out = write_jsonl(tmp_path / "a.jsonl", [{"text": "first"}] * 50), tmp_path / "o"
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": "second"}] * 9)
     flags = ["--out", out, "--workers", 1]
-    pid = os.fork()
-    if not pid:
-        publish = prepare.publish
 
+    def hook():
         def wait(*folders):
             (tmp_path / "ready").touch()
             wait_for(tmp_path / "go")
             publish(*folders)
 
-        prepare.publish, code = wait, 70
-        try:
-            code = prepare.main([*map(str, [source, *flags])])
-        finally:
-            os._exit(code)
+        publish, prepare.publish = prepare.publish, wait
+        os._exit(prepare.main([*map(str, [source, *flags])]))
+
+    process = Process(tmp_path, [], hook)
     wait_for(tmp_path / "ready")
     told = made(other, *flags, expect=2)
-    assert f"--out {out}: process {pid} on {socket.gethostname()} is writing there" in told
+    assert f"--out {out}: process {process.pid} on {socket.gethostname()} is writing there" in told
     if end == "is killed":
-        os.kill(pid, 9)
-        assert os.waitpid(pid, 0)[1] == 9 and (out / ".preparing/new/train.bin").exists()
+        process.kill(9)
+        assert process.code() == -9 and (out / ".preparing/new/train.bin").exists()
         made(other, *flags)
         assert strings(out) == ["second"] * 9
     else:
         (tmp_path / "go").touch()
-        assert os.waitpid(pid, 0)[1] == 0 and strings(out) == ["first"] * 50
+        assert process.code() == 0 and strings(out) == ["first"] * 50
     assert {*contents(out)} == {"train.bin", "train.bin.json", "train.bin.docs"}
     assert not (out / ".preparing").exists()
 

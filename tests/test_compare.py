@@ -11,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from test_readme import copy_files
 
 import train
 from steady.guard.process import exit_code
+from steady.options import ConfigError
 from steady.tokens.files import write_tokens
 from tests.bench import referee
 from tools import compare, report
@@ -169,7 +171,7 @@ def test_a_failed_run_ends_it(call, pretended):
         assert "B with --seed 1" in said and "the reason" in said
 
 
-def test_arms_that_cannot_be_compared_are_refused(call, pretended):
+def test_arms_that_cannot_be_compared_are_refused(call, pretended, tmp_path):
     for b, more in (("--seq_len 16", ()), ("--batch_size 4", ()), ("--resume x.pt", ()),
                     ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0")),
                     ("--patience 3", ()), ("--estimate 1", ()), ("--verify_resume 2", ()),
@@ -177,6 +179,9 @@ def test_arms_that_cannot_be_compared_are_refused(call, pretended):
         said = call("", b, *more, expect=2).err
         assert said.count("\n") == 1, said
     _, results = pretended
+    with (patch.dict(os.environ, PATH=str(tmp_path)),
+          pytest.raises(ConfigError, match="git: No such file")):
+        compare.git("log")
     assert not os.path.exists("experiments.jsonl")
     results += [2.0, 2.1, 2.1001, 2.0001, 2.0, 2.1]
     printed = call("", "--batch_size 4 --eval_steps 4", "--beta2", "0.9", expect=3).out

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, contents, largest_file, tiny_config
+from conftest import ROOT, contents, largest_file
 
 import data
 from data import load_mixture
@@ -155,34 +155,6 @@ def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
     tokens, _, _, source = mixture.batch(0, 8).to(CPU)
     assert sorted(source.tolist()) == [0] * 4 + [1] * 4 and mixture.vocab_size == 102_000
     assert (tokens[source == 0] < 100).all() and (tokens[source == 1] >= 100_000).all()
-
-
-def samples_by_step(mixture, world_size, micro_batch, start_step=0):
-    """{step: tokens of all ranks in rank order} as the loader hands them out, without surplus."""
-    cfg = tiny_config(batch_size=16, seq_len=10)
-    per_step = -(-16 // (micro_batch * world_size))
-    ranks = [list(data.loader(mixture, cfg, 16 * start_step, 4 - start_step, micro_batch, rank,
-                              world_size, CPU, 0)) for rank in range(world_size)]
-    assert {len(batches) for batches in ranks} == {per_step * (4 - start_step)}
-    assert {batch.tokens.shape for batches in ranks for batch in batches} == {(micro_batch, 10)}
-    ranks = [[tokens[targets[:, 0] != -100] for tokens, targets, *_ in batches]
-             for batches in ranks]
-    return {
-        start_step + i // per_step: torch.cat([b for r in ranks for b in r[i : i + per_step]])
-        for i in range(0, len(ranks[0]), per_step)
-    }
-
-
-def test_same_samples_for_any_world_size_micro_batch_and_start(tmp_path):
-    mixture = load_mixture([str(token_folder(tmp_path, vocab=997))], "train", 10, seed=1)
-    expected = samples_by_step(mixture, 1, 16)
-    assert len(expected) == 4
-    for world_size in (1, 2, 3, 4, 5, 7, 8, 16):
-        for micro_batch in (1, 2, -(-16 // world_size)):
-            found = samples_by_step(mixture, world_size, micro_batch)
-            assert all(torch.equal(found[s], expected[s]) for s in expected)
-    late = samples_by_step(mixture, 2, 4, start_step=2)
-    assert sorted(late) == [2, 3] and all(torch.equal(late[s], expected[s]) for s in late)
 
 
 def test_position_a_trillion_costs_the_same(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ def test_the_device_that_torch_finds(monkeypatch, there, name, expected):
     if expected:
         assert devices.pick_device(name, 0).type == expected
     else:
-        with pytest.raises(ConfigError, match=f"--device {name}: torch .* finds none"):
+        with pytest.raises(ConfigError, match=f"--device {name}: torch .* finds no such device"):
             devices.pick_device(name, 0)
 
 

@@ -52,10 +52,9 @@ def tasks(tmp_path, monkeypatch):
     return folder
 
 
-def test_what_cannot_be_evaluated_is_one_line(trained, tasks, capsys, monkeypatch):
+def test_what_cannot_be_evaluated_is_one_line(trained, tasks, tool, monkeypatch):
     def refused(*flags):
-        assert generation.main(["eval", "r", *flags]) == 2
-        told = capsys.readouterr().err
+        told = tool(generation.main, "eval", "r", *flags, expect=2).err
         assert told.count("\n") == 1
         return told
 
@@ -67,13 +66,11 @@ def test_what_cannot_be_evaluated_is_one_line(trained, tasks, capsys, monkeypatc
 
 
 @pytest.mark.slow
-def test_scores_are_those_of_the_harness_for_an_export(trained, tasks, capsys):
+def test_scores_are_those_of_the_harness_for_an_export(trained, tasks, tool):
     lm_eval = pytest.importorskip("lm_eval")
     assert generation.main(["export", "r", "out"]) == 0
     flags = ["--limit", "20", "--num_fewshot", "1", "--json", "--tasks"]
-    capsys.readouterr()
-    assert generation.main(["eval", "r", *flags, str(tasks)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(tool(generation.main, "eval", "r", *flags, tasks).out)
     expected = lm_eval.simple_evaluate(
         "hf", dict(pretrained="out", device="cpu"), tasks=["sums", "text", "written"], limit=20,
         num_fewshot=1, task_manager=lm_eval.tasks.TaskManager(
@@ -84,10 +81,8 @@ def test_scores_are_those_of_the_harness_for_an_export(trained, tasks, capsys):
         assert len(numbers) >= 2 and numbers == pytest.approx(
             {name: found[task][name] for name in numbers}, rel=1e-5, nan_ok=True)
     assert 0 < found["sums"]["acc,none"] < 1
-    capsys.readouterr()
-    assert generation.main(["eval", "r/checkpoints/best.pt", "--limit", "9", "--tasks",
-                            f"{tasks / '0.yaml'},{tasks / '1.yaml'}"]) == 0
-    table = capsys.readouterr().out
+    table = tool(generation.main, "eval", "r/checkpoints/best.pt", "--limit", "9", "--tasks",
+                 f"{tasks / '0.yaml'},{tasks / '1.yaml'}").out
     assert "|sums" in table and "|text" in table and "written" not in table
-    assert generation.main(["eval", "out", "--tasks", "suns"]) == 2
-    assert "--tasks suns: " in capsys.readouterr().err.splitlines()[-1]
+    told = tool(generation.main, "eval", "out", "--tasks", "suns", expect=2).err
+    assert "--tasks suns: " in told.splitlines()[-1]

@@ -37,13 +37,12 @@ def make_model(folder: Path, family: str):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_from_chats_to_a_talk(tmp_path, run, capsys, monkeypatch, family):
+def test_from_chats_to_a_talk(tmp_path, run, tool, monkeypatch, family):
     make_model(tmp_path / "base", family)
     Path("chats.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in TALKS))
     command = ["chats.jsonl", "--out", "chats", "--tokenizer", "base", "--val_fraction", "0.1"]
     assert prepare.main(command) == 0
-    assert prepare.main(["show", "chats", "1"]) == 0
-    assert "⟦" in capsys.readouterr().out
+    assert "⟦" in tool(prepare.main, "show", "chats", 1).out
     flags = ["--init_from", "base", "--data", "chats", "--learning_rate", 3e-3, "--seq_len", 192,
              "--batch_size", 8, "--warmup_steps", 2, "--log_interval", 5, "--eval_steps", 2,
              "--precision", "fp32", "--save_interval", 10, "--max_steps", 20, "--out_dir"]
@@ -74,17 +73,15 @@ def test_from_chats_to_a_talk(tmp_path, run, capsys, monkeypatch, family):
     answers = []
     for source in ("r", "out", "base"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(TALKS[0][1]["content"]))
-        capsys.readouterr()
-        assert generation.main(["chat", source, "--system", "Be brief.", "--temperature", "0",
-                                "--max_new_tokens", "12"]) == 0
-        answers.append(capsys.readouterr().out)
+        answers.append(tool(generation.main, "chat", source, "--system", "Be brief.",
+                            "--temperature", 0, "--max_new_tokens", 12).out)
     assert answers[0] == answers[1]
     new = theirs.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     new = tokenizer.decode(new[0, prompt.shape[1]:], skip_special_tokens=True)
     assert new.startswith(answers[1].rstrip("\n"))
 
 
-def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch):
+def test_commands_of_the_page_run_as_written(tmp_path, run, tool, monkeypatch):
     """With a small model, few steps, and a prompt in place of a terminal."""
     make_model(tmp_path / "base", "qwen3")
     Path("chats").mkdir()
@@ -99,7 +96,6 @@ def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch)
     for block in re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         _, script, *argv = shlex.split(block.replace("Qwen/Qwen3-0.6B", "base"))
         done.append(f"{script} {argv[0]}")
-        capsys.readouterr()
         monkeypatch.setattr(sys, "stdin", io.StringIO("1 + 1?"))
         if "--eval_only" in argv:
             told = run(*argv, "--val_data", "tokens/train.bin", bare=True)  # too few for both
@@ -107,9 +103,8 @@ def test_commands_of_the_page_run_as_written(tmp_path, run, capsys, monkeypatch)
         elif script == "train.py":
             assert "step 4/4" in run(*argv, *few, bare=True)
         elif argv[0] != "eval" or find_spec("lm_eval"):
-            assert (prepare if script == "data.py" else generation).main(argv) == 0
-        if "--prompt" in argv:
-            assert "--- 2 of 2" in capsys.readouterr().out
+            told = tool((prepare if script == "data.py" else generation).main, *argv).out
+            assert "--- 2 of 2" in told or "--prompt" not in argv
     assert done == ["data.py chats/", "data.py show", "train.py --init_from", "model.py chat",
                     "model.py generate", "model.py export", "train.py --eval_only", "model.py eval"]
     assert AutoTokenizer.from_pretrained("out").chat_template

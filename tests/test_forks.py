@@ -183,9 +183,7 @@ def test_a_second_target_is_of_the_same_document(monkeypatch, as_boundaries):
 
 def two_ranks(clone: Path, flags: list) -> list[int]:
     port = free_port()
-    group = [in_clone(clone, flags, lambda r=rank: os.environ.update(
-        RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))) for rank in (0, 1)]
+    group = [in_clone(clone, flags, rank=rank, ranks=2, port=port) for rank in (0, 1)]
     return [process.code() for process in group]
 
 

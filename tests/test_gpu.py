@@ -96,14 +96,10 @@ def test_a_checkpoint_is_of_one_step_although_training_goes_on(run, tmp_path, mo
 
 
 @on_each
-def test_text_is_that_of_the_cpu(run, capsys, device):
+def test_text_is_that_of_the_cpu(run, tool, device):
     run(*CPU, "--device", device, "--max_steps", "60", "--learning_rate", "5e-3", "--out_dir", "r")
-    texts = []
-    for where in ("cpu", device):
-        capsys.readouterr()
-        assert generate.main(["generate", "r", "--device", where, "--temperature", "0", "--prompt",
-                              "1 + 2", "--max_new_tokens", "40"]) == 0
-        texts.append(capsys.readouterr().out)
+    texts = [tool(generate.main, "generate", "r", "--device", where, "--temperature", 0, "--prompt",
+                  "1 + 2", "--max_new_tokens", 40).out for where in ("cpu", device)]
     assert texts[0] == texts[1] and len(texts[0]) > 40
 
 

@@ -1,7 +1,5 @@
 """Weights of others come in, ours go out, and the numbers are the same on both sides."""
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -9,16 +7,14 @@ import shutil
 import families
 import pytest
 import torch
-from conftest import TINY, column
+from conftest import TINY, Process, column
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import config
-import train
 from config import Config
 from model import Transformer, generate
 from steady.checkpoints import checkpoint
-from steady.guard.process import exit_code
 from steady.models import foreign, huggingface
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
@@ -180,11 +176,10 @@ READ = ("architectures", "model_type", "hidden_size", "intermediate_size", "num_
 
 
 @pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
-def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, capsys, flags):
+def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, tool, flags):
     """And has the fields that the family's own configuration writes for that shape."""
     run("--out_dir", "r", "--max_steps", 3, *flags)
-    assert generation.main(["export", "r", "out"]) == 0
-    assert "warning" not in capsys.readouterr().err
+    assert "warning" not in tool(generation.main, "export", "r", "out").err
     _, state, _ = generation.open_checkpoint(tmp_path / "r", False)
     size, cfg = state["vocab_size"], state["config"]
     for name, tensor in ours_of(tmp_path / "out").state_dict().items():
@@ -268,7 +263,7 @@ def test_an_exported_chat_model_ends_its_turns(run, tmp_path):
     (float("nan"), "fp32", "non-finite weights in norm.weight"),
     (1e5, "fp16", "non-finite weights in norm.weight, as torch.float16"), (1e5, "bf16", None),
 ])
-def test_weights_that_must_not_be_exported(run, tmp_path, capsys, monkeypatch, value, dtype, words):
+def test_weights_that_must_not_be_exported(run, tmp_path, tool, monkeypatch, value, dtype, words):
     run("--out_dir", "r", "--max_steps", 2)
     path = tmp_path / "r/checkpoints/step_00000002.pt"
     state = torch.load(path, weights_only=True)
@@ -276,13 +271,18 @@ def test_weights_that_must_not_be_exported(run, tmp_path, capsys, monkeypatch, v
     state["model"]["extra"] = torch.zeros(1)  # of a changed model
     monkeypatch.setattr(checkpoint, "find_corruption", lambda p: None)
     torch.save(state, path)
-    assert generation.main(["export", str(path), "out", "--dtype", dtype]) == (2 if words else 0)
-    told = capsys.readouterr().err
+    told = tool(generation.main, "export", path, "out", "--dtype", dtype,
+                expect=2 if words else 0).err
     assert (words or "a changed model: extra differ") in told and told.count("\n") == 1
     assert (tmp_path / "out").exists() == (not words)
+    if not words:
+        del state["model"]["blocks.0.mlp.down.weight"]  # as experts take its place
+        torch.save(state, path)
+        told = tool(generation.main, "export", path, "out2", expect=2).err
+        assert "without blocks.0.mlp.down.weight" in told
 
 
-def test_what_cannot_be_exported(run, tmp_path, capsys):
+def test_what_cannot_be_exported(run, tmp_path, tool):
     run("--out_dir", "r", "--max_steps", 3)
     path = tmp_path / "r/checkpoints/step_00000003.pt"
     broken = bytearray(path.read_bytes())
@@ -293,8 +293,7 @@ def test_what_cannot_be_exported(run, tmp_path, capsys):
                                ("both", "out", "has both --qk_norm and --qkv_bias"),
                                ("none", "out", "expected a file or folder"),
                                ("both", "r", "is not empty")):
-        assert generation.main(["export", str(source), out]) == 2
-        assert words in capsys.readouterr().err
+        assert words in tool(generation.main, "export", source, out, expect=2).err
     assert not (tmp_path / "out").exists()
 
 
@@ -379,11 +378,10 @@ def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
 
 @pytest.fixture(scope="module")
 def run_of_60_steps(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained") / "r"
-    flags = [*TINY, "--data", str(corpus), "--out_dir", str(folder), "--max_steps", "60"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert exit_code(train.main, flags) == 0
-    return folder
+    folder = tmp_path_factory.mktemp("trained")
+    process = Process(folder, [*TINY, "--data", corpus, "--out_dir", "r", "--max_steps", 60])
+    assert process.code() == 0, process.text()
+    return folder / "r"
 
 
 @pytest.fixture
@@ -393,10 +391,9 @@ def trained(run_of_60_steps, tmp_path, monkeypatch):
     return shutil.copytree(run_of_60_steps, tmp_path / "r")
 
 
-def test_generate_from_the_command_line(trained, capsys):
+def test_generate_from_the_command_line(trained, tool):
     def write(*flags):
-        assert generation.main(["generate", "r", *map(str, flags)]) == 0
-        return capsys.readouterr().out
+        return tool(generation.main, "generate", "r", *flags).out
 
     prompt = ["--prompt", "12 + 3 = ", "--max_new_tokens", 30]
     assert write(*prompt).startswith("12 + 3 = ")
@@ -410,6 +407,5 @@ def test_generate_from_the_command_line(trained, capsys):
                       ["generate", "r", "--temperature", "1e39"],
                       ["generate", "r", "--device", "mps"], ["export", "r", "r/metrics.jsonl"],
                       ["write", "r"], ["generate", "r", "--promt", "x"]):
-        assert generation.main(arguments) == 2
-        told = capsys.readouterr().err
+        told = tool(generation.main, *arguments, expect=2).err
         assert told.startswith("model.py: error:") and told.count("\n") == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import train
-from steady.watch.findings import in_form
+from steady.watch.findings import log_line
 from steady.watch.history import History
 from steady.watch.report import report
 from steady.watch.trends import diverged
@@ -95,26 +95,25 @@ def test_a_validation_loss_that_is_too_high(values, since):
     assert diverged(history) == []  # losses of other data are not compared
 
 
-def test_the_verdict_begins_with_the_training(run, tmp_path, capsys, monkeypatch):
+def test_the_verdict_begins_with_the_training(run, tmp_path, tool, monkeypatch):
     run("--out_dir", "good", "--max_steps", 40)
     assert [f for f in report(tmp_path / "good")["findings"] if f.code == "diverged"] == []
     plain, calls = train.Transformer.forward, iter(range(10**9))
     monkeypatch.setattr(train.Transformer, "forward",
                         lambda self, *batch: plain(self, *batch) + 5 * (next(calls) >= 20))
     printed = run("--out_dir", "bad", "--max_steps", 40)
-    assert "training diverged since about step 21" in printed
-    assert "verdict training diverged since about step 21: " in printed
+    assert "training has diverged since about step 21" in printed
+    assert "verdict training has diverged since about step 21: " in printed
     found = report(tmp_path / "bad")
     assert found["findings"][0].code == "diverged"
     assert found["verdict"][0] == str(found["findings"][0])
-    assert main([str(tmp_path / "good"), str(tmp_path / "bad")]) == 0
-    good, bad = capsys.readouterr().out.split("verdict ")[1:]
-    assert "diverged" not in good and bad.startswith("training diverged")
+    good, bad = tool(main, "good", "bad").out.split("verdict ")[1:]
+    assert "diverged" not in good and bad.startswith("training has diverged")
 
 
 def test_numbers_of_the_log_line_are_short():
-    for form in ("loss {:.4f}", "grad {:.2f}", "{si} tok/s"):
-        for value in (0.0, 5.5, 1e30, -1e300, math.inf, math.nan):
-            assert len(in_form(form, value)) < 20
-    assert in_form("loss {:.4f}", 1.5e30) == "loss 1.5e+30"
-    assert in_form("loss {:.4f}", 5.5) == "loss 5.5000"
+    for value in (0.0, 5.5, 1e30, -1e300, math.inf, math.nan):
+        row = {"train/loss": value, "train/grad_norm": value, "perf/step_ms": 1.0}
+        assert len(log_line(1, None, row)) < 60
+    assert log_line(1, None, {"train/loss": 1.5e30}) == "step 1/? | loss 1.5000e+30"
+    assert log_line(1, None, {"train/loss": 5.5}) == "step 1/? | loss 5.5000"

@@ -6,9 +6,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from conftest import whole_crowded
 
-from steady.checkpoints import opening
 from steady.watch import machine, proc
 from steady.watch.history import History
 from steady.watch.machine import limits, read_resources
@@ -149,7 +147,7 @@ def test_a_restart_begins_anew_but_the_disk_goes_on():
 
 # --- what is read ---
 
-Disk = namedtuple("Disk", "f_blocks f_bavail f_frsize")
+Disk = namedtuple("Disk", "f_blocks f_bfree f_bavail f_frsize")
 
 
 def put(root, **files):
@@ -177,7 +175,7 @@ def test_what_is_read_at_a_log(root, monkeypatch):
     worker = namedtuple("Worker", "pid")(7)
     monkeypatch.setattr(machine.multiprocessing, "active_children", lambda: [worker])
     monkeypatch.setattr(proc.os, "sysconf", lambda name: 4096)
-    monkeypatch.setattr(machine.os, "statvfs", lambda path: Disk(10**9, 10**6, 4096))
+    monkeypatch.setattr(machine.os, "statvfs", lambda path: Disk(10**9, 10**7, 10**6, 4096))
     assert read_resources(CPU, root) == {
         "memory/threads": 2, "memory/open_files": 1, "memory/host_rss_gb": 3000 * 4096 / 1e9,
         HOST: (2000 + 800) * 4096 / 1e9,  # with the loader's, without the pages of files
@@ -185,7 +183,7 @@ def test_what_is_read_at_a_log(root, monkeypatch):
 
 
 def test_what_is_missing_is_left_out(root):
-    assert read_resources(CPU, None) == read_resources(CPU, root / "none") == {}
+    assert read_resources(CPU, root / "none") == {}
     (root / "proc/meminfo").unlink()
     assert limits({}, CPU) == {"limit/open_files": 1024}
 
@@ -231,27 +229,3 @@ def test_pressure_of_others_is_not_this_process_s():
     assert machine.own_stalls(stalled) == none
     assert machine.own_stalls(stalled | {"read_bytes": 4096}) == stalled | {"memory_ms": 0.0}
     assert machine.own_stalls(stalled | {"faults": 3}) == stalled
-
-
-# --- at the start ---
-
-
-@pytest.mark.parametrize("running, said", [
-    ([12, 12, 12, 12, 12], "11 other threads compete for 2 cores"),
-    ([1, 9, 1, 9, 1], None),  # for a moment
-    ([], None),  # no /proc
-])
-def test_a_machine_whose_cores_others_want_is_told_at_the_start(run, monkeypatch, running, said):
-    def read(path):
-        if path != "proc/loadavg":
-            return plain(path)
-        return f"9.1 9.2 9.3 {running.pop()}/90 8697\n" if running else ""
-
-    plain = proc.read
-    monkeypatch.setattr(opening, "crowded", whole_crowded)
-    monkeypatch.setattr(opening.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(opening.proc, "read", read)
-    told = run("--max_steps", 1, "--warmup_steps", 1)
-    assert said in told if said else "other threads" not in told
-    monkeypatch.setattr(opening.proc, "competing_threads", lambda: 99)
-    assert "99 other threads" in whole_crowded(CPU) and whole_crowded(torch.device("cuda")) == ""

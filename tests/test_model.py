@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import config
-from model import Transformer, flops_per_token, generate, sample_token
+from model import Attention, Transformer, flops_per_token, generate, sample_token
 from steady.models import layers
 from steady.models.device import attention_backend, set_attention_backend
 from steady.models.evaluation import output_entropy
@@ -283,6 +284,9 @@ def test_generation_with_a_cache_is_that_without(changes, prompt_length, new):
     assert found.shape == (2, prompt_length + new)
     assert torch.equal(found, continued(model, prompt, new))
     assert torch.equal(found[:, :prompt_length], prompt)
+    last = model.blocks[-1].attention
+    with patch.object(last, "forward", lambda x, where, cache: Attention.forward(last, x, where)):
+        assert torch.equal(found, generate(model, prompt, new, temperature=0))  # ignores its cache
 
 
 def test_sampling_follows_the_distribution():

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import re
+import sys
 import time
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
     assert row["perf/data_fraction"] == pytest.approx(65 / 120)
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
-        "step       8/1000000 | loss 1.0000 | lr 1.00e-01 | grad 1.00 | 120.0 ms | 8.33k tok/s | "
+        "step       8/1000000 | loss 1.0000 | lr 1.00e-01 | grad 1 | 120.0 ms | 8.33k tok/s | "
         f"mfu 833.3% | data 54.2% | rss {row['memory/host_rss_gb']:.2f} GB | "
         "left 33h19m")  # 120 ms times a million, less eight
     m.close()
@@ -285,6 +286,42 @@ def test_what_other_loops_pass(tmp_path):
     assert set(column(tmp_path, "train/learning_rate").values()) == {0.5}
     assert sum(row["seconds"]["forward"] for row in rows(tmp_path) if "seconds" in row) < 150
     assert next(tmp_path.glob("metrics.jsonl.*")).read_text() == '{"epoch": 1}\n'
+
+
+def test_odd_values_names_and_screens_do_not_stop_training(tmp_path, monkeypatch):
+    """Nor does another thread that logs a new metric during a log."""
+    class Tee:  # without flush
+        def write(self, text):
+            pass
+
+    def on_host(parts, device):
+        m.log(f"meanwhile/{len(names)}", 1)
+        names.append(1)
+        return plain(parts, device)
+
+    m, names, plain = Monitor(tmp_path, log_interval=1, tensorboard=False), [], monitor.on_host
+    monkeypatch.setattr(monitor, "on_host", on_host)
+    monkeypatch.setattr(sys, "stdout", Tee())
+    odd = [None, "text", 10**400, {}, [torch.ones((), requires_grad=True)] * 2,
+           torch.eye(2).to_sparse()]
+    for number, value in enumerate(odd, 1):
+        m.log_all({0: 0.5, "odd": value})
+        m.step(number, loss=value, tokens=value)
+    monkeypatch.undo()
+    m.close()
+    assert m.healthy and column(tmp_path, "0") == dict.fromkeys(range(1, 7), 0.5)
+    assert column(tmp_path, "meanwhile/0") == {2: 1}
+
+
+def test_opening_tensorboard_is_part_of_the_start(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(monitor.TensorBoard, "open", lambda self: clock.advance(0.7))
+    monkeypatch.setattr(monitor.TensorBoard, "write", lambda *_: None)
+    m = make(tmp_path, tensorboard=True)
+    for n in range(1, 9):
+        spend(m, clock, forward=20)
+        step(m, n)
+    assert column(tmp_path, "perf/startup_s") == {1: pytest.approx(0.72)}
+    assert column(tmp_path, "perf/logging_ms")[4] == 0
 
 
 def test_no_rank_is_the_slowest_before_the_times_of_all_are_known():

@@ -301,8 +301,9 @@ def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
     class Mine(torch.optim.Adafactor):
         pass
 
-    shards, weights = parallel.Shards("zero3"), [nn.Parameter(torch.ones(8, 6))]
-    optimizers = [make(weights) for make in (torch.optim.SGD, torch.optim.NAdam, Mine)]
+    shards, kinds = parallel.Shards("zero3"), (torch.optim.SGD, torch.optim.NAdam, Mine)
+    shards.parameters = {name: nn.Parameter(torch.ones(8, 6)) for name in "abc"}
+    optimizers = [make([p]) for make, p in zip(kinds, shards.parameters.values(), strict=True)]
     assert shards.checked(optimizers) == optimizers  # one rank has all rows
     shards.size = 2
     with pytest.raises(ConfigError, match="--parallel zero3: Mine may need whole weights"):

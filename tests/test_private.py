@@ -61,5 +61,3 @@ def test_one_process_goes_on_without_them(monkeypatch):
     private.mark_dynamic(torch.zeros(3), 0)
     monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
     private.compile_deterministically()
-
-

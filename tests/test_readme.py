@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from torch.distributed.run import config_from_args, parse_args
 
 import config
-from steady.watch.findings import finding
+from steady.watch.findings import Finding
 from tests.bench.common import Figure
 from tools import generate, prepare
 
@@ -274,10 +274,10 @@ def test_the_loop_is_that_of_train():
 
 def test_warning_is_as_printed():
     """The numbers are from a real run, so only the words can grow old."""
-    line = finding("line", values={"source": "copied = tokens.clone()"}, ms=13.0,
+    line = Finding("line", values={"source": "copied = tokens.clone()"}, ms=13.0,
                    line="my_data.py:6 augment < data.py:132 Samples.rows")
-    event = finding("slower", 401, dict(percent=39, phases=[("data", 14.1)], creeps=False), ms=14.1,
-                    of=36.3, side="program", parts=(line, finding("data", ms=1.1)))
+    event = Finding("slower", 401, dict(percent=39, phases=[("data", 14.1)], creeps=False), ms=14.1,
+                    of=36.3, side="program", parts=(line, Finding("data", ms=1.1)))
     assert f"warning: step 540: {event}\n" in blocks(README)
 
 

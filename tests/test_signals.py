@@ -265,15 +265,21 @@ def test_ctrl_c_ends_the_search_for_rank_0(tmp_path):
 
 def test_a_save_is_waited_for(corpus, tmp_path):
     def hook():
-        plain = Writer.write_files
+        plain, plain_update, updates = Writer.write_files, train.update, []
+
+        def update(*args):
+            updates.append(1)
+            return plain_update(*args)
 
         def write_files(self, path, step, state):
             if step == 4:
+                while len(updates) < 6:
+                    time.sleep(0.01)
                 Path("stuck").touch()
                 time.sleep(2)
             plain(self, path, step, state)
 
-        Writer.write_files = write_files
+        Writer.write_files, train.update = write_files, update
 
     process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
     wait_for(tmp_path / "stuck")

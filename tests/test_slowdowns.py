@@ -208,15 +208,13 @@ def test_a_slow_rank_is_named(drive, clock, monkeypatch):
 
 
 def test_an_allocator_that_tries_again_in_the_report_too(drive, clock, monkeypatch, tmp_path,
-                                                         capsys):
+                                                         tool):
     monkeypatch.setattr(machine, "read_resources", lambda *_: {
         "memory/alloc_retries": clock.step * clock.late})
     event = the_event(drive(lambda: dict(forward=10, backward=10 + 10 * clock.late)), clock)
     assert value(event, "phases") == [("backward", pytest.approx(10))]
     assert codes(event)[0] == "allocator"
-    capsys.readouterr()
-    assert main([str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+    told = tool(main, tmp_path).out
     assert "backward +10 ms" in told and str(event.parts[0]) in told
 
 
@@ -253,30 +251,25 @@ def test_simulated_runs():
     assert slowdowns.false_alarms(1_000_000, seed=6) == 0
 
 
-def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, capsys, monkeypatch, clock):
+def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, tool, monkeypatch, clock):
     for name, seconds in (("a", 0.005), ("b", 0.02)):
         with monkeypatch.context() as patch:
             before_each(patch, train.Transformer, "forward",
                         lambda *_, seconds=seconds: clock.advance(seconds))
             run("--max_steps", 40, "--out_dir", name)
-    capsys.readouterr()
-    assert main(["a"]) == 0 and "verdict" in capsys.readouterr().out
-    assert main(["a", "b"]) == 0
-    table = capsys.readouterr().out
+    assert "verdict" in tool(main, "a").out
+    table = tool(main, "a", "b").out
     assert "forward" in table and "x)" in table
-    assert main(["a", "b", "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = json.loads(tool(main, "a", "b", "--json").out)
     assert first["step"] == second["step"] == 40 and set(OUTSIDE_PHASES) < set(first["seconds"])
     assert sum(first["seconds"].values()) == pytest.approx(first["wall_s"])
     assert second["seconds"]["forward"] > 2 * first["seconds"]["forward"]
     run("--max_steps", 2, "--out_dir", "wider", "--d_model", 64)
-    assert main(["a", "wider"]) == 0
+    tables = tool(main, "a", "wider").out
     (tmp_path / "c").mkdir()  # it crashed before its first log
     (tmp_path / "c/metrics.jsonl").write_text('{"step": 0, "order": {}}\n')
-    assert main(["a", "c", "b"]) == 0
-    assert main([str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert "no such run" in err and "nan" not in out
+    tables += tool(main, "a", "c", "b").out
+    assert "no such run" in tool(main, tmp_path, expect=2).err and "nan" not in tables
 
 
 def test_a_throughput_is_not_lower_for_its_last_log(tmp_path):

@@ -13,7 +13,7 @@ from steady.watch import machine
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import OTHERS, longer_lines
 from steady.watch.report import news
-from steady.watch.slower import slowdown
+from steady.watch.slower import LINE_SURE, slowdown
 
 SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "other": 0.05}
 STEP_MS, EVERY, PLANTED = 25.0, 20, 60  # ms; steps between logs; the log after which it is planted
@@ -163,7 +163,7 @@ def test_what_the_kernel_or_a_gpu_says_is_the_machine(more, cause, readings):
     (event,) = detect(made(factor=1.3, wobbles=0.02, probes=False, more=more))
     assert event.side == "machine" and codes(event)[0] == cause
     if readings:
-        assert event.parts[0].values == (("readings", readings),)
+        assert event.parts[0].values == {"readings": readings}
 
 
 def test_a_queue_explains_of_a_phase_what_its_share_of_a_step_can_have_met():
@@ -217,9 +217,9 @@ def test_a_slow_rank_or_a_slow_network(ratio, code, blames):
     assert codes(event)[0] == code and event.side == blames
 
 
-def test_the_machine_is_read_and_stops_are_counted():
+def test_the_machine_is_read_and_stops_are_counted(tmp_path):
     before = signal.getsignal(signal.SIGCONT)
-    reader = machine.Machine(torch.device("cpu"), 0)
+    reader = machine.Machine(torch.device("cpu"), 0, tmp_path)
     try:
         os.kill(os.getpid(), signal.SIGCONT)
         row = reader.read(1)
@@ -233,9 +233,9 @@ def test_the_machine_is_read_and_stops_are_counted():
     assert signal.getsignal(signal.SIGCONT) == before
 
 
-def test_a_gpu_is_read_as_far_as_it_reports(monkeypatch):
+def test_a_gpu_is_read_as_far_as_it_reports(monkeypatch, tmp_path):
     def read(device):
-        row = machine.read_resources(torch.device(device), None)
+        row = machine.read_resources(torch.device(device), tmp_path / "gone")
         return {name: x for name, x in row.items() if not name.startswith("memory/")}
 
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _: Counter())
@@ -339,6 +339,15 @@ def test_lines_that_keep_their_shares_are_not_blamed():
     assert found and not any("line" in codes(event) for event in found)
 
 
+def test_less_work_in_the_same_time_is_no_slow_down():
+    """Such as fewer tokens that count, in batches of the same shape."""
+    for seed in range(4):
+        rows = made(seed, wobbles=0.0)
+        for row in rows[PLANTED:]:
+            row["perf/tflops"] *= 0.6
+        assert detect(rows) == []
+
+
 def test_of_a_function_the_line_that_has_grown_is_named():
     """By more than a slower machine would explain, and not of three looks."""
     looks = ({"m.py:1 f": 60, "m.py:2 f": 10, "m.py:9 g": 30},
@@ -347,4 +356,5 @@ def test_of_a_function_the_line_that_has_grown_is_named():
         (ms, _, place), (_, _, other) = longer_lines([10.0, 21.0], looks, factor)
         assert (place, other) == ("m.py:2 f", "m.py:9 g")
         assert ms == pytest.approx(17.5 - factor * 7.0)
-    assert longer_lines([0.1, 5.0], ({}, {"data.py:5 augment": 3}), 1.0) == []
+    ((ms, error, _),) = longer_lines([0.1, 5.0], ({}, {"data.py:5 augment": 3}), 1.0)
+    assert ms < LINE_SURE * error  # three looks are too few

@@ -184,7 +184,7 @@ def test_stages_are_the_same_after_a_resume_from_a_file_and_on_two_ranks(run, se
         assert list(one) == list(two) and two == pytest.approx(one, rel=1e-3)
 
 
-def test_the_stages_of_a_run_are_fixed(run, sets, tmp_path, capsys):
+def test_the_stages_of_a_run_are_fixed(run, sets, tmp_path, tool):
     """But not where their data lie."""
     more = ["--auto_resume", "--out_dir", "r"]
     run(*FLAGS, *STAGE, "--out_dir", "r", "--patience", 1, "--eval_interval", 4)
@@ -200,9 +200,9 @@ def test_the_stages_of_a_run_are_fixed(run, sets, tmp_path, capsys):
     assert "nothing to do" in run(*more, *moved, bare=True)
     told = run(*more, *moved, "--max_steps", 24, "--allow_change", "stage", bare=True)
     assert "at step 12" in told and max(column(tmp_path / "r", "train/loss")) == 24
-    assert prepare.main(["show", "r", "13"]) == 0
-    assert prepare.main(["show", "r", "12"]) == 2
-    assert "step 12: trained with another --stage" in capsys.readouterr().err
+    tool(prepare.main, "show", "r", 13)
+    told = tool(prepare.main, "show", "r", 12, expect=2).err
+    assert "step 12: trained with another --stage" in told
 
 
 def test_a_checkpoint_that_knows_of_no_stages_goes_on(run, tmp_path):
@@ -216,15 +216,13 @@ def test_a_checkpoint_that_knows_of_no_stages_goes_on(run, tmp_path):
     assert "stage none of 12 steps -> 0.5 stdlib of 12 steps" in told
 
 
-def test_samples_of_each_stage_are_shown(run, sets, capsys, monkeypatch):
+def test_samples_of_each_stage_are_shown(run, sets, tool, monkeypatch):
     with monkeypatch.context() as patch:
         seen = samples_seen(patch)
         run(*FLAGS, *STAGE, "--out_dir", "r", "--eval_interval", 0, "--sample_interval", 0)
     assert sorted(seen) == list(range(96))
     for step in (6, 7, 9, 10, 12):
-        capsys.readouterr()
-        assert prepare.main(["show", "r", str(step)]) == 0
-        shown = capsys.readouterr().out.split("--- sample ")[1:]
+        shown = tool(prepare.main, "show", "r", step).out.split("--- sample ")[1:]
         assert len(shown) == 8
         for g, text in enumerate(shown, 8 * (step - 1)):
             name, ids = seen[g]

@@ -42,16 +42,12 @@ def folder_of(path, family: str, **generation_config):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])  # ours, and through transformers
-def test_several_prompts_are_answered_as_alone(tmp_path, capsys, family):
+def test_several_prompts_are_answered_as_alone(tmp_path, tool, family):
     folder = folder_of(tmp_path / "m", family)
     prompts = ["The cat", "", "1 + 2 = 3, and so on", "naïve 猫\u2028still one"]
-    flags = ["generate", str(folder), "--temperature", "0", "--max_new_tokens", "12"]
-    alone = []
-    for prompt in prompts:
-        assert generation.main([*flags, "--prompt", prompt]) == 0
-        alone.append(capsys.readouterr().out)
-    assert generation.main([*flags, "--prompt", *prompts]) == 0
-    assert re.split(r"--- \d of 4\n", capsys.readouterr().out)[1:] == alone
+    flags = [generation.main, "generate", folder, "--temperature", 0, "--max_new_tokens", 12]
+    alone = [tool(*flags, "--prompt", prompt).out for prompt in prompts]
+    assert re.split(r"--- \d of 4\n", tool(*flags, "--prompt", *prompts).out)[1:] == alone
 
 
 def test_a_prompt_is_what_training_begins_with(tmp_path, monkeypatch):
@@ -108,7 +104,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def talk(monkeypatch, capsys):
+def talk(monkeypatch, tool):
     """talk(folder, *lines, flags) → prompts that the model had, what was printed."""
 
     def talk(folder, *lines, flags=(), answer="Hi 猫."):
@@ -133,9 +129,7 @@ def talk(monkeypatch, capsys):
         monkeypatch.setattr(generation, "generate", generate)
         monkeypatch.setattr(builtins, "input", line)
         monkeypatch.setattr(sys, "stdin", Terminal())
-        capsys.readouterr()
-        assert generation.main(["chat", str(folder), *flags]) == 0
-        return prompts, capsys.readouterr()
+        return prompts, tool(generation.main, "chat", folder, *flags)
 
     return talk
 
@@ -177,27 +171,24 @@ def test_a_long_talk_loses_its_oldest_turns(tmp_path, talk):
                for p in prompts]
     assert max(lengths) <= 256 - 40 and "question 0" not in prompts[-1]
     assert "question 7" in prompts[-1] and "question 6" in prompts[-1]
-    assert "is forgotten" in out.err
+    assert "dropped the oldest question" in out.err
 
 
-def test_chat_without_a_chat_template_is_refused(tmp_path, capsys):
-    assert generation.main(["chat", str(folder_of(tmp_path / "m", "gpt2"))]) == 2
-    assert "has no chat template; generate" in capsys.readouterr().err
+def test_chat_without_a_chat_template_is_refused(tmp_path, tool):
+    told = tool(generation.main, "chat", folder_of(tmp_path / "m", "gpt2"), expect=2).err
+    assert "has no chat template; generate" in told
 
 
-def test_what_is_no_terminal_is_one_prompt(tmp_path, capsys, monkeypatch):
-    folder = folder_of(tmp_path / "m", "qwen2")
-    flags = ["chat", str(folder), "--temperature", "0", "--max_new_tokens", "9"]
+def test_what_is_no_terminal_is_one_prompt(tmp_path, tool, monkeypatch):
+    flags = [folder_of(tmp_path / "m", "qwen2"), "--temperature", 0, "--max_new_tokens", 9]
     odd = io.TextIOWrapper(io.BytesIO(b"The\xff\ncat\n"), "utf-8")
     monkeypatch.setattr(sys, "stdin", odd)
-    assert generation.main(flags) == 0
-    answer = capsys.readouterr().out
-    chat = ["generate", *flags[1:], "--chat", "--prompt", "The\ufffd\ncat"]
-    assert generation.main(chat) == 0
-    assert capsys.readouterr().out == answer and "猫" not in answer
+    answer = tool(generation.main, "chat", *flags).out
+    flags += ["--chat", "--prompt", "The\ufffd\ncat"]
+    assert tool(generation.main, "generate", *flags).out == answer and "猫" not in answer
 
 
-def test_a_template_that_refuses_a_talk_is_one_line(tmp_path, talk, capsys):
+def test_a_template_that_refuses_a_talk_is_one_line(tmp_path, talk, tool):
     folder = folder_of(tmp_path / "m", "gemma3")
     (folder / "chat_template.jinja").write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
@@ -206,8 +197,8 @@ def test_a_template_that_refuses_a_talk_is_one_line(tmp_path, talk, capsys):
     assert prompts == ["Hello|", "Hello|Hi 猫.|Bye|"]
     assert f"error: {folder}: the chat template refuses it: No system role\n" in out.err
     (folder / "chat_template.jinja").write_text("{{ raise_exception('Nobody') }}")
-    assert generation.main(["generate", str(folder), "--chat", "--prompt", "x"]) == 2
-    assert "refuses it: Nobody" in capsys.readouterr().err
+    told = tool(generation.main, "generate", folder, "--chat", "--prompt", "x", expect=2).err
+    assert "refuses it: Nobody" in told
 
 
 @pytest.mark.slow

@@ -93,11 +93,9 @@ def test_real_runs(tried, tmp_path, monkeypatch):
     assert torch.get_num_threads() == threads and sorted(tmp_path.iterdir()) == before
 
 
-def test_the_command(tried, tmp_path, monkeypatch, capsys):
+def test_the_command(tried, tmp_path, monkeypatch, tool):
     found = tried(only=["--precision bf16"])
     monkeypatch.setattr(trial, "tried", lambda run_dir: found)
-    capsys.readouterr()
-    assert report.main(["try", "run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["of"] == found.of
+    assert json.loads(tool(report.main, "try", "run", "--json").out)["of"] == found.of
     monkeypatch.undo()
     assert report.main(["try", str(tmp_path / "none")]) == 2

@@ -54,8 +54,10 @@ def test_a_tracker_gets_each_row_once_and_the_end(run, tmp_path, fake_tracker, f
     """And a resume continues its run, without the flag."""
     fake_tracker()
     for steps in (8, 16):
-        run("--out_dir", "r", "--auto_resume", "--max_steps", steps, *flags)
+        run("--out_dir", "r", "--auto_resume", "--max_steps", steps, *flags,
+            "--backup_to", f"memory://me:secret@host/{tmp_path.name}")
         flags = []
+    assert "secret" not in (tmp_path / "inits.jsonl").read_text()
     got = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     losses = [(row["step"], row["train/loss"]) for row in got if "train/loss" in row]
     assert losses == list(column(tmp_path / "r", "train/loss").items())

@@ -254,7 +254,6 @@ def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags, code):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     def hook(rank):
         if rank == 1:

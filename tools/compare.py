@@ -26,7 +26,7 @@ import torch
 from data import load_data, what_is_evaluated
 from steady.models.device import device_name, pick_device
 from steady.models.huggingface import fingerprint
-from steady.options import ConfigError, Failed, Parser, normal_form
+from steady.options import ConfigError, Failed, Parser, normal_form, reading_paths
 from train import choose_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +99,7 @@ class Arm(NamedTuple):
     key: str | None  # with --reuse: the same for runs with the same losses, but for the seed
 
 
+@reading_paths()  # there may be no git
 def git(*command: str | Path, at: Path = ROOT) -> str:
     done = subprocess.run(["git", "-C", at, *command], capture_output=True, text=True)
     if done.returncode:
@@ -215,6 +216,7 @@ def compare(argv: list[str]) -> int:
             low, high = found[f"{name}_interval"]
             print(f"{name:13} {found[name]:.4f} ({low:.4f} to {high:.4f})")
     print(json.dumps(found) if args.json else f"verdict       {found['verdict']}")
+    note(found)  # last: the disk may be full
     return EXIT_CODES[found["better"]]
 
 
@@ -240,7 +242,6 @@ def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
         flags=[arm.flags for arm in arms.values()])
     for name in ("step_ms", "memory"):
         found[f"{name}_ratio"], found[f"{name}_ratio_interval"] = ratio(pairs, name, level)
-    note(found)
     return found
 
 

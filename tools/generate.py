@@ -118,7 +118,7 @@ class Writer:
         self.model, self.tokenizer, folder = open_model(source, options.trust_remote_code)
         self.model.to(self.device).eval()
         ours = isinstance(self.model, Transformer)
-        self.context = self.model.cfg.seq_len if ours else self.model.context  # in tokens
+        self.context = self.model.cfg.seq_len if ours else self.model.cfg.max_position  # in tokens
         self.stop = tuple(ends_of(self.tokenizer, folder))
         self.sampling = SAMPLING | usual_sampling(folder) | {
             name: x for name, x in vars(options).items() if name in SAMPLING and x is not None}
@@ -136,7 +136,7 @@ class Writer:
             if len(history) == 1 or len(ids) + room <= self.context:
                 return ids
             del history[:2]
-            print("note: the oldest question is forgotten, to make room", file=sys.stderr)
+            print("note: dropped the oldest question to make room", file=sys.stderr)
 
     def ids(self, text: str, start: list[int]) -> list[int]:
         """The ids of a text after `start`, as data.py writes them; at least one."""
@@ -365,7 +365,7 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not tokenizer:
-            print("note: without a tokenizer, as the run has none", file=sys.stderr)
+            print("note: exported without a tokenizer: the run has none", file=sys.stderr)
         elif state["tokenizer"] == "bytes":
             tokenizer.save_pretrained(out)
         else:

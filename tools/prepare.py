@@ -232,7 +232,7 @@ def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tupl
 
 
 def start_worker(worker: int):
-    """It exits with a parent that was killed; results that nobody reads would keep it."""
+    """Exit when the parent is killed; unread results would keep this process alive."""
     def end_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)

@@ -110,7 +110,8 @@ def run_data(run_dir: Path, points: int) -> dict:
 
     found, config = report(run_dir, add), {}
     with contextlib.suppress(ConfigError):  # it cannot be read
-        config = {name: str(value) for name, value in read_yaml(run_dir / "config.yaml").items()}
+        config = {name: str(value) for name, value in read_yaml(run_dir / "config.yaml").items()
+                  if name != "backup_to"}  # the address may hold a password
     return {name: found[name] for name in ("step", "verdict", "figures", "seconds")} | dict(
         name=found["run"], events=events_of(found, starts), config=config,
         lines={name: thin(*column, points) for name, column in columns.items()},
@@ -119,13 +120,10 @@ def run_data(run_dir: Path, points: int) -> dict:
 
 def thin(steps: array, values: array, points: int) -> list[list]:
     """[steps, values] of at most so many groups: the last step, the mean of finite values."""
-    starts = np.arange(min(len(steps), points)) * len(steps) // min(len(steps), points)
-    finite = np.isfinite(values)
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN for a group without
-        means = (np.add.reduceat(np.where(finite, values, 0.0), starts)
-                 / np.add.reduceat(finite.astype(int), starts))
-    return [np.maximum.reduceat(steps, starts).astype(int).tolist(),
-            [float(f"{x:.4g}") if math.isfinite(x) else None for x in means]]
+    n = min(len(steps), points)
+    groups = [group[np.isfinite(group)] for group in np.array_split(np.array(values), n)]
+    return [[int(group[-1]) for group in np.array_split(np.array(steps), n)],
+            [float(f"{group.mean():.4g}") if len(group) else None for group in groups]]
 
 
 def events_of(found: dict, starts: list[int]) -> list[dict]:

@@ -19,7 +19,7 @@ def show(path: str, n: int):
         raise ConfigError(f"{n}: expected 1 or more, a number of samples or of a step")
     samples = samples_of_step if Path(path, "config.yaml").exists() else first_documents
     for title, ids, counted, to_text in samples(path, n):
-        text, done, at, all_count = "", "", 0, all(counted)  # then brackets would say nothing
+        text, done, at, all_count = "", "", 0, all(counted)  # then brackets add nothing
         for counts, stretch in groupby(map(bool, counted)):
             at += len(list(stretch))
             so_far = to_text(ids[:at])  # some tokenizers drop a space at the beginning

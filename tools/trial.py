@@ -20,7 +20,7 @@ import train
 from config import Config
 from steady.models import device as devices
 from steady.options import ConfigError, Parser, read_flags, write_yaml
-from steady.watch.findings import Finding, finding
+from steady.watch.findings import Finding
 from steady.watch.history import History, read_rows
 from steady.watch.proc import usable_cores
 from steady.watch.report import report
@@ -90,17 +90,17 @@ def tried(run_dir: Path) -> Finding:
             try:
                 times[name].append(measure(*others[name]))
             except Exception as e:  # out of memory, no compiler
-                parts.append(finding("failed", values=dict(option=name, error=str(e)[:80])))
+                parts.append(Finding("failed", values=dict(option=name, error=str(e)[:80])))
                 del times[name]
     for name, ms in times.items():
         gains = np.subtract(base, ms)
         values = dict(option=name, low=float(gains.min()), high=float(gains.max()))
         if values["low"] <= 0 <= values["high"]:
-            parts.append(finding("not clear", values=values))
+            parts.append(Finding("not clear", values=values))
         else:
-            parts.append(finding("option", values=values, ms=float(np.median(gains))))
+            parts.append(Finding("option", values=values, ms=float(np.median(gains))))
     parts.sort(key=lambda part: -(part.ms or 0.0))
-    return finding("trial", of=float(np.median(base)), parts=tuple(parts))
+    return Finding("trial", of=float(np.median(base)), parts=tuple(parts))
 
 
 def main(argv: list[str]) -> int:

@@ -257,8 +257,8 @@ def rotate(folder: Path, keep: int):
 
 
 def adopt_drafts(folder: Path):
-    """With the lock: name complete folders that a killed process left, and delete other drafts."""
-    for draft in sorted(folder.iterdir(), reverse=True):  # the newest try of a process first
+    """Holding the lock: rename complete folders left by a killed process, delete other drafts."""
+    for draft in sorted(folder.iterdir(), reverse=True):  # a process's newest attempt first
         if match := DRAFT.fullmatch(draft.name):
             final = folder / match[1]
             complete = draft.is_dir() and Checkpoint(draft).exists()

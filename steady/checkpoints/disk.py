@@ -17,7 +17,7 @@ from steady.watch.findings import si
 TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET,
              errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
-# Answers to fsync of a directory on network and user-space file systems without it.
+# Errors from fsync of a directory where a network or user-space file system lacks it.
 NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts
 
@@ -125,13 +125,9 @@ def retry(call):
         except OSError as e:
             if e.errno not in TRANSIENT:
                 raise
-            retry.count += 1
             print(f"warning: {e}; tried again", file=sys.stderr, flush=True)
         time.sleep(delay)
     return call()
-
-
-retry.count = 0  # of this process
 
 
 def disk_error(error: BaseException, folder: Path, advice: str = "") -> str:

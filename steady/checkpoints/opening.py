@@ -1,14 +1,12 @@
 """Lines on the screen before the first step of a run, and for an early end."""
 
 import math
-import os
 import signal
 
 import torch
 
 from steady.models.device import DTYPE_NAMES, attention_backend, device_name
 from steady.options import UNKNOWN
-from steady.watch import proc
 from steady.watch.findings import si
 
 
@@ -71,13 +69,4 @@ def describe(run) -> str:
         f"run     {run.dir.path}",
         f"resume  {run.dir.resumed_from} at step {progress.step}" * bool(run.dir.resumed_from),
     ]
-    return "\n".join(filter(None, (*lines, crowded(ranks.device))))
-
-
-def crowded(device: torch.device) -> str:
-    """A line for the start of a CPU run if others use a quarter of the cores; or ""."""
-    others, cores = proc.competing_threads(), os.cpu_count() or 1
-    if device.type != "cpu" or others * 4 < cores:
-        return ""
-    return (f"load    {others} other thread{'s' * (others > 1)} compete for {cores} cores: steps "
-            "will be slow and uneven; OMP_NUM_THREADS=1 suffers least")
+    return "\n".join(filter(None, lines))

@@ -165,7 +165,7 @@ def claim(out_dir: Path | None, overwrite: bool = False):
                 old = checkpoints.unused_name(Path(f"{place}.old"))
                 os.rename(place, old)
             print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
-            return claim(out_dir)
+            return claim(Path(place))  # not ".", which moved along
         (out_dir / "checkpoints").mkdir(exist_ok=True)
         checkpoints.adopt_drafts(out_dir / "checkpoints")
         return out_dir, lock

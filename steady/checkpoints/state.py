@@ -12,7 +12,7 @@ from steady.checkpoints.checkpoint import Checkpoint
 from steady.models import lora
 from steady.options import UNKNOWN, ConfigError, fixed_options
 from steady.ranks.parallel import release
-from steady.tokens.files import split_weight
+from steady.tokens.files import split_weight, tokenizer_hash
 
 # Options of a parameter group that come from flags and the device. All others are state of the
 # optimizer, such as the step size that Prodigy estimates, and are restored.
@@ -199,7 +199,7 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
         compared += fixed_options(cfg, "trajectory")
     changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in compared
                if saved[name] != getattr(cfg, name)}
-    if state.get("tokenizer") != data.tokenizer:
+    if tokenizer_hash(state.get("tokenizer")) != tokenizer_hash(data.tokenizer):
         changed["tokenizer"] = f"{state.get('tokenizer')} -> {data.tokenizer}"
     if not cfg.eval_only:
         then, now = ([split_weight(s)[1] for s in specs] for specs in (saved["data"], cfg.data))

@@ -16,7 +16,7 @@ from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
 PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
-HURRY = 3.0  # the same after an error, as a rank may be gone, or stuck until this one is
+HURRY = 3.0  # after an error: other ranks may be gone, or waiting for this one to exit
 
 
 class Writer:
@@ -59,8 +59,13 @@ class Writer:
         if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as of a batch norm:
             self.finish_copy()  # a forward pass may change them
         self.step, self.number = step, self.number + 1
-        self.thread = threading.Thread(target=self.write, args=(step, copied, self.copied, is_best))
-        self.thread.start()
+        write = partial(self.write, step, copied, self.copied, is_best)
+        try:
+            self.thread = threading.Thread(target=write)
+            self.thread.start()
+        except RuntimeError:  # the system has no thread left
+            self.thread = None
+            write()
 
     def copy_to_host(self, seen: dict, name: str, value):
         """A tensor's copy, in the host buffer of that name; other values as they are."""
@@ -91,6 +96,7 @@ class Writer:
             if not state.pop("weights_norm").isfinite():
                 print(f"warning: step {step}: the weights are not finite; not saved", flush=True)
                 return
+            self.folder.mkdir(exist_ok=True)
             self.write_files(checkpoint.path, step, state)
             if self.rank == 0:
                 Checkpoint.named(self.folder, step, sharded=self.size == 1).delete()

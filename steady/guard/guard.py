@@ -1,6 +1,6 @@
 """Non-finite steps and spikes are skipped on the device, and counted; all ranks are compared.
 
-It needs no monitor: it reads the device itself, at the steps of a log.
+Independent of the monitor: it reads the device itself, at log steps.
 """
 
 from collections import deque
@@ -82,7 +82,7 @@ class Spikes:
     A spike is more than `sigmas` standard deviations above their mean. It joins them as the limit
     that it exceeded: its own value would hide the next spike. After a lasting rise each skipped
     step raises the limit, until at most one step in 1 + sigmas² is beyond it (Cantelli's
-    inequality); were spikes left out, all steps might be skipped for ever.
+    inequality); if spikes were left out, every later step could be skipped.
     """
 
     def __init__(self, sigmas: float, device: torch.device):

@@ -63,7 +63,7 @@ def parameter_count(cfg) -> int:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Of a GPU, or of this machine; free or not."""
+    """Total memory of the GPU or of this machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from steady.checkpoints.disk import retry
 from steady.checkpoints.run_dir import tensorboard_folder
 from steady.models.device import peak_flops
 from steady.options import UNKNOWN
@@ -18,6 +17,7 @@ def monitor_options(run, flops: int) -> dict:
     about = dict(vocab_size=cfg.vocab_size, micro_batch=ranks.micro_batch, ranks=ranks.world_size,
                  threads=torch.get_num_threads(),
                  settled_step=(cfg.keep_checkpoints + 2) * cfg.save_interval)
+    public = asdict(cfg) | {"backup_to": None}  # the address may hold a password
     return dict(
         out_dir=run.dir.path, log_interval=cfg.log_interval, level=cfg.monitor,
         device=ranks.device, first_step=run.progress.step + 1, flops_per_token=flops, about=about,
@@ -25,7 +25,7 @@ def monitor_options(run, flops: int) -> dict:
         last_step=lambda: cfg.max_steps if cfg.max_steps != UNKNOWN else None,
         peak_flops=peak_flops(ranks.device, ranks.dtype, cfg.peak_tflops, ranks.world_size),
         tensorboard=tensorboard_folder(cfg, run.dir.path), flush_secs=cfg.tensorboard_flush_secs,
-        tracker=None if cfg.tracker == "none" else (cfg.tracker, asdict(cfg)), trace=cfg.trace,
+        tracker=None if cfg.tracker == "none" else (cfg.tracker, public), trace=cfg.trace,
         datasets=[dataset.name for dataset in run.train_data.datasets])
 
 
@@ -39,8 +39,6 @@ def starting_row(run) -> dict:
 def columns(run) -> dict:
     """More of a row of metrics.jsonl: tokens and epochs since the run began, and so on."""
     row, data = {"train/tokens": run.progress.tokens}, run.train_data
-    if retry.count:
-        row["health/retries"] = retry.count
     if run.guard.spikes:
         row |= run.guard.spikes.take(run.progress.step)
     if len(data.datasets) > 1:

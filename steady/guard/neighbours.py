@@ -18,7 +18,7 @@ CHECK_SECONDS, FREE_SECONDS = 0.5, 3.0  # without and with a second team
 
 
 def make_room():
-    """Watch this process for ever, in a thread of its own."""
+    """Watch this process forever, in a thread of its own."""
     while True:
         if crowded(CHECK_SECONDS):
             waiting = threading.Thread(target=wait_with_team, daemon=True)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 
 from steady.guard.neighbours import make_room
 from steady.watch.screen import Printable, Screen
@@ -59,7 +60,7 @@ def stop_with_torchrun(launcher: int):
     """SIGTERM to this process once torchrun was killed: ranks would even join the next launch."""
     while os.getppid() == launcher:
         time.sleep(0.5)
-    os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone, so it stops\n".encode())
+    os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone; stopping\n".encode())
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -106,6 +107,7 @@ def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =
 
     if several_ranks():
         from steady.ranks.ranks import leave_group, lost_connection, say_once
+    say = say_once if several_ranks() else partial(print, file=sys.stderr)
     try:
         if signal.getsignal(signal.SIGINT) is end_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,16 +116,14 @@ def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =
             leave_group()
         return code
     except ConfigError as e:
-        text = f"{prog}: error: {' '.join(str(e).splitlines())}"
-        say_once(text) if several_ranks() else print(text, file=sys.stderr)
+        say(f"{prog}: error: {' '.join(str(e).splitlines())}")
         return 2
+    except Failed as e:
+        say(f"{prog}: failed: {e}")
+        return 1
     except KeyboardInterrupt:
         print(f"\n{interrupted}".rstrip(), file=sys.stderr)
         return 130
-    except Failed as e:
-        if e.of_one_rank or os.environ.get("RANK", "0") == "0":
-            print(f"{prog}: failed: {e}", file=sys.stderr)
-        return 1
     except Exception as e:
         lost = several_ranks() and lost_connection(e)
         kind = "another rank is gone" if lost else type(e).__name__

@@ -52,7 +52,7 @@ class Stop:
         return self.signal != 0
 
     def asked(self, together: bool = False) -> bool:
-        """Whether to break off work between two steps; together: every rank calls it alike."""
+        """Whether to interrupt work between two steps; together: a collective of all ranks."""
         if together:
             save = self.save
             self.requested()

@@ -59,7 +59,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     found = found.type if found and found.type in ("cuda", "mps") else "cpu"
     name = found if name == "auto" else name
     if name not in ("cpu", found):
-        raise ConfigError(f"--device {name}: torch {torch.__version__} finds none here")
+        raise ConfigError(f"--device {name}: torch {torch.__version__} finds no such device")
     if name == "cuda" and local_rank >= torch.cuda.device_count():
         raise ConfigError(f"{torch.cuda.device_count()} GPUs: expected one for each process")
     return torch.device(name, local_rank if name == "cuda" else None)

@@ -41,15 +41,13 @@ class HFModel(nn.Module):
         self.cfg = cfg
         folder = folders(cfg.init_from, cfg.trust_remote_code)[-1]
         self.module = load_module(folder, cfg.trust_remote_code)
-        text = self.module.config.get_text_config()
-        self.context = getattr(text, "max_position_embeddings", None) or 1 << 60  # in tokens
         try:  # with images, some need more than tokens
             with torch.no_grad():
                 one, other = self(torch.tensor([[0, 1], [0, 2]]))[:, 0]
         except Exception as e:  # whatever its code raises
             raise ConfigError(f"{folder}: cannot be trained on text alone: {reason(e)}") from e
         if (one - other).abs().max() > 1e-3 * one.abs().max():  # more than by rounding
-            raise ConfigError(f"{folder}: its tokens see later ones; expected a causal model")
+            raise ConfigError(f"{folder}: its tokens attend to later ones; expected a causal model")
         self.train()  # from_pretrained leaves it in evaluation mode
         if cfg.activation_checkpointing != "none":
             # transformers 5.23 warns of the older name
@@ -83,7 +81,7 @@ class HFModel(nn.Module):
         if on_token:
             how["stopping_criteria"] = [lambda ids, scores: torch.full_like(
                 ids[:, 0], bool(on_token(ids[:, -1])), dtype=torch.bool)]
-        context, unseen = self.context, tokens[:, :0]
+        context, unseen = self.cfg.max_position, tokens[:, :0]
         if tokens.shape[1] >= context:
             unseen, tokens = tokens[:, : -(context // 2)], tokens[:, -(context // 2) :]
         was_training = self.training

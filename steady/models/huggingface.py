@@ -246,8 +246,10 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):
     """Write our Transformer's state dict under the names of Hugging Face."""
     from huggingface_hub import save_torch_state_dict
 
-    known = {ours for ours, _ in hf_key_map(cfg).values()} | {"head.weight"}  # also where tied
-    if odd := sorted(state.keys() ^ known):
+    known = {ours for ours, _ in hf_key_map(cfg).values()}
+    if missing := sorted(known - state.keys()):
+        raise ConfigError(f"a changed model, without {shorten(missing)}: not one of transformers")
+    if odd := sorted(state.keys() - known - {"head.weight"}):  # the head also where tied
         print(f"warning: a changed model: {shorten(odd)} differ from the parameters of Hugging "
               "Face's architecture: other programs will misread it", file=sys.stderr, flush=True)
     tensors = {theirs: state[ours][rows].to(dtype, copy=True)

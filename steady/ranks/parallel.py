@@ -120,6 +120,9 @@ class Shards:
             if p.requires_grad and held[id(p)] != 1:
                 raise ConfigError(f"make_optimizers: {held[id(p)]} optimizers have {name}; "
                                   "expected one, or requires_grad = False before they are made")
+        if held.keys() - {id(p) for p in self.parameters.values()}:
+            raise ConfigError("make_optimizers: an optimizer has parameters that the model lacks, "
+                              "or has frozen; they would be missing from checkpoints")
         for optimizer in optimizers if self.size > 1 else ():
             if type(optimizer) not in BY_ROWS and not getattr(optimizer, "by_rows", False):
                 raise ConfigError(f"--parallel {self.way}: {type(optimizer).__name__} may need "

@@ -82,12 +82,6 @@ def refuse_lone_tasks():
                               f"does; to train in one process, unset {name}")
 
 
-class RanksMissing(Failed):
-    """Some ranks have not started."""
-
-    of_one_rank = True
-
-
 stores = []  # that of all ranks, once they have met
 groups = itertools.count()  # a second run in this process must not read the addresses of the first
 FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; hangs are for the watchdog
@@ -96,7 +90,7 @@ FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; hangs are for the w
 def meet(rank: int, world_size: int, patience: float):
     """Join the process group, once all ranks have started; a lone process has none.
 
-    Raises RanksMissing after `patience` seconds, and ConfigError.
+    Raises Failed after `patience` seconds, and ConfigError.
     """
     if world_size == 1:
         return refuse_lone_tasks()
@@ -140,10 +134,10 @@ def join(rank: int, world_size: int, patience: float) -> dist.Store:
             time.sleep(max(0.02, world_size / 5000))  # a thousand ranks ask 5,000 times a second
         missing = [int(each) for each in keys if rank == 0 and not here.check([each])] or [0]
     except dist.DistError as e:
-        raise RanksMissing(f"rank {rank} cannot reach the store through which all ranks meet: "
-                           f"{str(e).splitlines()[0]}") from None
-    raise RanksMissing(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing)} of "
-                       f"{world_size} ranks to start")
+        raise Failed(f"rank {rank} cannot reach the store through which all ranks meet: "
+                     f"{str(e).splitlines()[0]}") from None
+    raise Failed(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing)} of "
+                 f"{world_size} ranks to start")
 
 
 def shared_notes(name: str) -> dist.Store:

@@ -64,7 +64,7 @@ class Watchdog:
             start_thread(self.look)
 
     def follow(self, progress, run_dir, clock):
-        """From here on there is a run; again after a rollback, since first steps take longer."""
+        """Call once the run exists, and again after a rollback: first steps take longer."""
         self.progress, self.first_step = progress, progress.step + 1
         self.folder, self.clock = run_dir.path, clock
 

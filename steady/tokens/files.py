@@ -147,7 +147,7 @@ class TokenFile:
                               f"in use; expected {self.size:,}; restore it and use --auto_resume")
 
     def refuse_type(self, reason: str):
-        raise ConfigError(f"{self.path}: read as uint16, for nothing says its type, but {reason}; "
+        raise ConfigError(f"{self.path}: read as uint16, as nothing states its type, but {reason}; "
                           f'name it in {self.path.name}.json: {{"dtype": "uint32"}} or "uint16"; '
                           f"ids of 8 bytes first become uint32: {CONVERT}")
 
@@ -162,7 +162,7 @@ class TokenFile:
         """Where each document begins, and the end: [documents + 1]. Raises ConfigError."""
         path = Path(f"{self.path}.docs")
         if not path.exists():
-            raise ConfigError(f"{self.path}: nothing says where its documents begin ({path.name}); "
+            raise ConfigError(f"{self.path}: has no document offsets ({path.name}); "
                               "make it with python data.py, or use --data_mode stream")
         at = np.fromfile(path, np.uint64).astype(np.int64)
         if len(at) < 2 or at[0] or at[-1] != self.n_tokens or (np.diff(at) < 0).any():
@@ -204,6 +204,11 @@ def read_sidecar(path: Path) -> dict:
     return meta
 
 
+def tokenizer_hash(name: str | None) -> str:
+    """Of "name@hash", the hash: a copy in another folder is the same tokenizer."""
+    return (name or "").rpartition("@")[2]
+
+
 def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     """(vocabulary size, name of the tokenizer, its folder, end-of-text id) of files used together.
 
@@ -218,7 +223,7 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
         if not file.is_typed and (largest := vocab_size or of_data) > 1 << 16:
             file.refuse_type(f"the vocabulary has {largest:,} ids")
     named = {f.meta["tokenizer"]: f.path for f in files if f.meta.get("tokenizer")}
-    if len(named) > 1:
+    if len(set(map(tokenizer_hash, named))) > 1:
         listed = ", ".join(f"{path} {name}" for name, path in named.items())
         raise ConfigError(f"sources with different tokenizers: {listed}")
     name = next(iter(named), None)

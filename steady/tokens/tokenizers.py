@@ -14,8 +14,6 @@ GENERIC = "TokenizersBackend"  # class of transformers 5 for all that tokenizer.
 SETTINGS = "tokenizer_config.json"
 OWN = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")  # of a tokenizer
 
-# --- loading ---------------------------------------------------------------------------------
-
 
 def load_tokenizer(name: str, needs_end: bool = True):
     """The tokenizer of transformers in a folder. Raises ConfigError.
@@ -77,9 +75,6 @@ def read_json(file: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-# --- making ----------------------------------------------------------------------------------
-
-
 def byte_level_bpe(model, split_words: bool = True):
     """A tokenizer of transformers around a `model` of the tokenizers library.
 
@@ -103,9 +98,6 @@ def byte_tokenizer():
     vocab = {letter: byte for byte, letter in bytes_to_unicode().items()}
     vocab["<|endoftext|>"] = BYTES_END_OF_TEXT
     return byte_level_bpe(models.BPE(vocab, []), split_words=False)
-
-
-# --- folders ---------------------------------------------------------------------------------
 
 
 def keep_tokenizer(source: Path, target: Path):
@@ -140,7 +132,7 @@ def copy_tokenizer(source: Path, target: Path):
     files = [p for p in source.iterdir() if p.is_file() and p.name != MADE]
     if all((target / p.name).is_file() and (target / p.name).read_bytes() == p.read_bytes()
            for p in files):
-        return  # the same, whoever made it
+        return  # identical, whoever made it
     delete_tokenizer(target)
     target.mkdir(parents=True)
     (target / MADE).touch()  # first: if killed later, the folder is known to be ours

@@ -22,7 +22,7 @@ class Clock:
         self.device, self.is_cpu = device, device.type == "cpu"
         self.current, self.since = "other", time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
-        self.step_seconds = 0.0  # of the step that goes on
+        self.step_seconds = 0.0  # of the current step
         self.window_ms = deque(maxlen=WINDOW)
         self.events = DeviceTimes() if device.type == "cuda" and sampled else None
 

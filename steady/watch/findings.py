@@ -1,6 +1,6 @@
 """Findings of the monitor as data; their English is made here and nowhere else."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
 # --- the data --------------------------------------------------------------------------------
 
@@ -16,6 +16,7 @@ class Finding:
 
     code: str
     since: int = 0
+    values: dict = field(default_factory=dict)
     until: int | None = None
     phase: str = "step"
     ms: float | None = None
@@ -23,7 +24,6 @@ class Finding:
     side: str = "unclear"
     line: str = ""
     parts: tuple = ()
-    values: tuple = ()  # (name, value) pairs
 
     def __str__(self) -> str:
         return describe(self)
@@ -35,27 +35,21 @@ class Finding:
 
     def row(self) -> dict:
         """For metrics.jsonl and --json."""
-        kept = {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
-        kept["parts"] = [part.row() for part in self.parts]
-        kept["values"] = dict(self.values)
-        return kept | {"text": str(self)}
-
-
-def finding(code: str, since: int = 0, values: dict | None = None, **fields) -> Finding:
-    return Finding(code, since, values=tuple((values or {}).items()), **fields)
+        kept = {name: value for name, value in vars(self).items() if value not in (None, "")}
+        return kept | {"parts": [part.row() for part in self.parts], "text": str(self)}
 
 
 # --- the words -------------------------------------------------------------------------------
 
 CAUSES = {  # code → "meaning; remedy"
     "gc": "Python's garbage collector; collect rarely, after gc.freeze()",
-    "thread": "another thread of this process computes: {name}; move its work to a process",
+    "thread": "another thread of this process is busy: {name}; move its work to a process",
     "quota": "a CPU quota throttles the container; raise it, or use fewer threads and loaders",
     "stolen": "the hypervisor gives this machine's cores to others; use a machine of your own",
     "contention": "other processes run on these cores; stop them, or use fewer threads "
                   "(OMP_NUM_THREADS=1 suffers least)",
     "disk": "the process waits for a disk; a faster disk, or a local copy",
-    "memory": "memory is short: pages are read again and again; use fewer loader processes",
+    "memory": "memory pressure: pages are read again from disk; use fewer loader processes",
     "probe": "the machine is slower: its probe takes {ratio:.2f} times as long; look for a "
              "neighbour on this host, or lower clocks",
     "clocks": "lower GPU clocks, from heat or the power limit: {readings}; check the cooling",
@@ -73,7 +67,7 @@ CAUSES = {  # code → "meaning; remedy"
     "logging": "logging, or a sink that blocks; ten times the --log_interval, or a local --out_dir",
     "evaluation": "evaluation; twice the --eval_interval, or half the --eval_steps",
     "checkpoint": "checkpoints; twice the --save_interval, or a faster disk",
-    "checkpoint grows": "something saved each time grows; look for a list that is kept",
+    "checkpoint grows": "what is saved keeps growing; look for a list that is never cleared",
     "option": "{option}",
     "not clear": "{option}: not clear, {low:+.3g} to {high:+.3g} ms",
     "failed": "{option}: failed: {error}",
@@ -87,9 +81,9 @@ RUNS_OUT = "runs out at about step {at_step:,} of {last_step:,}: {rate} since ab
 WORDS = {  # code → text; "slower" has a function of its own
     "slow": "slow from the start: {of:.3g} ms/step, about {needed:.3g} are needed",
     "trial": "short runs take {of:.3g} ms/step, with another option",
-    "diverged": "training diverged since about step {since}: loss {loss:.4g}, {first:.4g} at the "
-                "start, {lowest:.4g} at best",
-    "nothing learned": "it has learned nothing: loss {loss:.4g}, a uniform guess {uniform:.4g}",
+    "diverged": "training has diverged since about step {since}: loss {loss:.4g}, {first:.4g} at "
+                "the start, {lowest:.4g} at best",
+    "nothing learned": "it has learned nothing: loss {loss:.4g}; a uniform guess: {uniform:.4g}",
     "validation": "validation loss {loss:.4g} at step {step}; the lowest was {best:.4g} at step "
                   "{since}",
     "eager": "torch.compile has given up on {count} functions, eager since about step {since}: "
@@ -111,22 +105,21 @@ def describe(found: Finding) -> str:
         return describe_part(found)
     if found.code == "slower":
         return describe_slower(found)
-    values = dict(found.values)
-    head = WORDS[found.code].format(since=found.since, of=found.of,
-                                    needed=(found.of or 0.0) - (found.ms or 0.0), **values)
+    head = WORDS[found.code].format(since=found.since, of=found.of, **found.values,
+                                    needed=(found.of or 0.0) - (found.ms or 0.0))
     return "\n    ".join([head, *(describe_part(part, -1) for part in found.parts)])
 
 
 def describe_part(part: Finding, sign: int = 1) -> str:
     """A cause in one line: ms, line, meaning, remedy. sign: -1 for a gain."""
-    text = CAUSES[part.code].format(**{"source": "", "advice": "", **dict(part.values)})
+    text = CAUSES[part.code].format(**{"source": "", "advice": "", **part.values})
     ms = "" if part.ms is None else f"{sign * part.ms:+.3g} ms"
     place = ": ".join(filter(None, (part.line, text.strip("; "))))
     return "  ".join(filter(None, (ms, place)))
 
 
 def describe_slower(found: Finding) -> str:
-    values = dict(found.values)
+    values = found.values
     if found.until is not None and not found.parts:
         return f"{found.phase} time is back to normal; it was longer since step {found.since}"
     of_a_step = "" if found.phase == "step" else " of a step"
@@ -175,9 +168,9 @@ def duration(seconds: float) -> str:  # 3700 → 1h01m
 # --- the log line ----------------------------------------------------------------------------
 
 LINE = {  # the log line, after the step
-    "train/loss": "loss {:.4f}",
+    "train/loss": "loss {:#.5g}",
     "train/learning_rate": "lr {:.2e}",
-    "train/grad_norm": "grad {:.2f}",
+    "train/grad_norm": "grad {:.3g}",
     "perf/step_ms": "{:.1f} ms",
     "perf/tokens_per_second": "{si} tok/s",
     "perf/mfu": "mfu {:.1%}",
@@ -192,14 +185,8 @@ LINE = {  # the log line, after the step
 
 def log_line(step: int, last: int | None, row: dict[str, float]) -> str:
     """last: step of the run, if it is known."""
-    shown = [in_form(form, row[name]) for name, form in LINE.items() if name in row]
+    shown = [form.format(row[name], si=si(row[name])) for name, form in LINE.items() if name in row]
     if not last:
         return " | ".join([f"step {step}/?", *shown])
     left = duration(max(0, last - step) * row["perf/step_ms"] / 1e3)
     return " | ".join([f"step {step:{len(str(last))}d}/{last}", *shown, f"left {left}"])
-
-
-def in_form(form: str, x: float) -> str:
-    """"loss {:.4f}", 5.5 → loss 5.5000; too large for it in few digits: loss 1.5e+30."""
-    text = form.format(x, si=si(x))
-    return text if len(text) < 20 else f"{form[: form.index('{')]}{x:.4g}"

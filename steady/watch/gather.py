@@ -10,14 +10,14 @@ from torch import Tensor
 
 def scalar(value):
     """The mean of a tensor in fp32 as [], without a sync; of anything else as a number, or NaN."""
-    if isinstance(value, Tensor):
+    try:
+        if not isinstance(value, Tensor):
+            return float(value if isinstance(value, (int, float)) else np.mean(value))
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of FSDP: a norm
         # a copy, as a loop may add to the same tensor; in bf16 a sum of ones would end at 256
         value = value.detach().to(torch.float32, copy=not value.dim())
         return value.mean() if value.dim() else value
-    try:
-        return value if isinstance(value, (int, float)) else float(np.mean(value))
-    except (TypeError, ValueError, ArithmeticError):
+    except Exception:  # text, a number too large, a sparse tensor, …
         return math.nan
 
 

@@ -19,7 +19,6 @@ STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps
 PHASES = STEP_PHASES + OUTSIDE_PHASES
 LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file if not finite
-NEVER_NEGATIVE = ("perf/", "memory/", "machine/", "disk/")
 
 
 class History:
@@ -62,23 +61,25 @@ class History:
         return np.array([row.get(name, math.nan) for row in self.rows], dtype=float)
 
 
-def checked(row) -> dict | None:
-    """The values of a row that have the types this program writes; None if it is not a row.
+TYPES = {  # of all values that are not numbers
+    **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "see"), str),
+    **dict.fromkeys(("positions", "datasets"), list),
+    **dict.fromkeys(("about", "seconds", "order", "evaluated", "finding", "profile", "sources"),
+                    dict),
+}
 
-    A fork may log anything, and a file may be edited or damaged.
-    """
+
+def checked(row) -> dict | None:
+    """A row without a fork's values of other types; None if it is not a row."""
     step = row.get("step") if isinstance(row, dict) else None
     if type(step) is not int or not 0 <= step < 1 << 53:
         return None
     out = {}
     for name, value in row.items():
-        if name in LOSSES and (value is None or value != value):
-            value = math.nan  # not finite
-        else:
-            shape = is_size if name.startswith(NEVER_NEGATIVE) else is_number
-            value = fitting(value, SHAPES.get(name, shape))
-        if value is not None:
+        if isinstance(value, TYPES[name]) if name in TYPES else is_number(value):
             out[name] = value
+        elif name in LOSSES:
+            out[name] = math.nan  # it was not finite
     return out
 
 
@@ -86,42 +87,10 @@ def is_number(value) -> bool:
     return type(value) is not bool and isinstance(value, (int, float)) and abs(value) < 1e100
 
 
-def is_size(value) -> bool:
-    return is_number(value) and value >= 0
-
-
-def is_finding(value) -> bool:
-    return (isinstance(value, dict) and isinstance(value.get("code"), str)
-            and isinstance(value.get("phase", ""), str) and type(value.get("since")) is int
-            and isinstance(value.get("parts", []), list)
-            and all(isinstance(part, dict) and "code" in part for part in value.get("parts", [])))
-
-
-def fitting(value, shape):
-    """The value, without entries of another shape; None if it has another shape itself.
-
-    shape: a type, a test, or {str: the shape of each entry}.
-    """
-    if isinstance(shape, dict):
-        entries = value.items() if isinstance(value, dict) else ()
-        fitted = {key: fitting(entry, shape[str]) for key, entry in entries}
-        return {key: entry for key, entry in fitted.items() if entry is not None}
-    fits = isinstance(value, shape) if isinstance(shape, type) else shape(value)
-    return value if fits else None
-
-
-SHAPES = {  # of all that is not a number
-    **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "see"), str),
-    **dict.fromkeys(("about", "seconds", "order"), {str: is_number}),
-    **dict.fromkeys(("positions", "datasets"), list), "evaluated": dict, "finding": is_finding,
-    "sources": {str: str}, "profile": {str: {str: lambda n: type(n) is int and 0 < n < 1e9}},
-}
-
-
 def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
     """(byte offset of its end, row) of each row of a metrics.jsonl, from byte `start` on.
 
-    Without a row cut off by `start`, and without the torn last row of a killed process.
+    Skips a row cut in two by `start`, and the torn last row of a killed process.
     """
     with open(path, "rb") as file:
         file.seek(start)

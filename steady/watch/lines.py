@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 
 OTHERS = "…"  # lines without a name in a profile
-MIN_LOOKS = 8  # at a phase, to say anything of its lines
 LOADER_WAITS = ("multiprocessing", "selectors", "threading")  # under torch's DataLoader
 
 
@@ -59,12 +58,10 @@ def longer_lines(ms: list[float], looks: list[dict[str, int]],
     times as long as before, the largest first.
 
     ms, looks: of a phase in a step, before and after. Of each function the line that grew most.
-    A look is a draw: the interval is that of a binomial share; for a phase too short to be met
-    often, all of its time.
+    Each sample is a Bernoulli trial, so the interval is binomial; for a phase too short to be
+    sampled often, it is the whole phase.
     """
     totals = [sum(lines.values()) for lines in looks]
-    if totals[1] < MIN_LOOKS:
-        return []
     found = []
     for places in by_function({**looks[0], **looks[1]}):
         shares = [[lines.get(place, 0) / max(1, total) for place in places]

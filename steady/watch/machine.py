@@ -9,6 +9,7 @@ import gc
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -58,7 +59,7 @@ class Probe:
 class Machine:
     """Reads possible causes of slow steps outside the training loop, on the training thread."""
 
-    def __init__(self, device: torch.device, step: int, out_dir: Path | None = None):
+    def __init__(self, device: torch.device, step: int, out_dir: Path):
         """Counts from here, after this step."""
         self.out_dir, self.limited = out_dir, False
         self.device, self.probe = device, Probe(device)
@@ -143,7 +144,7 @@ def threads() -> dict[int, tuple[float, float]]:
 def counters() -> dict[str, float]:
     """ms since the process or the machine began: of a core stolen by the hypervisor (mean of all),
     of a CPU quota used up, of any process stalled on disks or memory. Of this thread: pages read
-    back from a disk (faults), bytes read from one. The unknown is left out.
+    back from a disk (faults), bytes read from one. Unreadable values are omitted.
     """
     fields, cpus = proc.stat_fields("thread-self"), proc.read("proc/stat").split()
     throttled = [proc.number(f"{folder}/cpu.stat", "throttled_usec ")
@@ -184,7 +185,7 @@ def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
     return row
 
 
-def read_resources(device: torch.device, out_dir: Path | None) -> dict[str, float]:
+def read_resources(device: torch.device, out_dir: Path) -> dict[str, float]:
     """GB and counts used or free now, clock and power of a GPU; the unknown is left out."""
     row = {}
     if rss := proc.rss_bytes():
@@ -205,9 +206,7 @@ def read_resources(device: torch.device, out_dir: Path | None) -> dict[str, floa
             row["machine/gpu_celsius"] = torch.cuda.temperature(device)
             row["machine/gpu_watts"] = torch.cuda.power_draw(device) / 1e3  # of mW
     with contextlib.suppress(OSError):  # the folder is gone
-        disk = os.statvfs(out_dir) if out_dir else None
-        if disk and disk.f_blocks:
-            row["disk/free_gb"] = disk.f_bavail * disk.f_frsize / 1e9
+        row["disk/free_gb"] = shutil.disk_usage(out_dir).free / 1e9
     return row
 
 

@@ -19,7 +19,7 @@ def read(path: str) -> str:
 
 
 def number(path: str, after: str = "") -> float:
-    """The first number in such a file, or behind a text in it; infinity for "max" and without."""
+    """The first number in such a file, or after a text in it; infinity for "max" or without one."""
     text = read(path)
     words = (text.partition(after)[2] if after else text).split()[:1]
     return float(words[0]) if words and words[0].isdigit() else math.inf
@@ -37,20 +37,6 @@ def usable_cores() -> int:
     """Cores that this process may run on (a container or a job may have fewer than the machine)."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def competing_threads() -> int:
-    """Other threads that are runnable now, but for torchrun's ranks; at least 0.
-
-    The median of five readings: load averages lag by minutes.
-    """
-    runnable = []
-    for _ in range(5):
-        runnable.append(read("proc/loadavg").partition("/")[0].rpartition(" ")[2])
-        time.sleep(0.01)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ours = int(ranks) if ranks.isdecimal() else 1
-    return max(0, sorted(int(n or 0) for n in runnable)[2] - ours)
 
 
 def stat_fields(pid: int | str) -> list[str]:

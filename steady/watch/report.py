@@ -1,13 +1,11 @@
 """A run in retrospect, from its metrics.jsonl: time by phase, figures, findings, a verdict."""
 
 import math
-from array import array
+import statistics
 from collections import deque
 from pathlib import Path
 
-import numpy as np
-
-from steady.watch.findings import Finding, duration, finding
+from steady.watch.findings import Finding, duration
 from steady.watch.history import LOGS, OUTSIDE_PHASES, STEP_PHASES, History, read_rows
 from steady.watch.slow import eager, slow
 from steady.watch.slower import BASELINE, is_certain, slowdown
@@ -16,7 +14,7 @@ from steady.watch.trends import RESOURCES, diverged, runs_out
 FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/step_ms_p95",
            "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
 KINDS = ("start-up", *STEP_PHASES, *OUTSIDE_PHASES, "lost")
-LASTING = ("slow", "eager", *RESOURCES)  # one report in a process, whenever they seem to have begun
+LASTING = ("slow", "eager", *RESOURCES)  # once a process, though their estimated start moves
 UNKNOWN_CAUSES = ("", "unexplained")
 
 
@@ -28,12 +26,12 @@ def findings(history: History) -> list[Finding]:
 
 
 def news(history: History) -> list[Finding]:
-    """Findings to report now: new, at last with a cause, or ended."""
+    """Findings to report now: new ones, those whose cause is now known, and those that ended."""
     out, now = [], findings(history)
     for found, earlier in zip(now, reported_before(now, history), strict=True):
         if found.code == "slower" and found.until is not None:
             if earlier and earlier[-1].get("until") is None:
-                out.append(finding("slower", found.since, until=found.until, phase=found.phase))
+                out.append(Finding("slower", found.since, until=found.until, phase=found.phase))
         elif not earlier:
             out += [found] if found.code != "slower" or is_certain(found) else []
         elif found.code == "slower" and len(earlier) == 1 and is_certain(found):
@@ -68,8 +66,6 @@ def report(run_dir: Path, also=lambda row: None) -> dict:
     also: called with each row. Raises OSError if there is no metrics.jsonl.
     """
     history, figures, seconds = History(), {}, dict.fromkeys(KINDS, 0.0)
-    # of the rows nothing else is kept: there may be millions
-    medians, rates, padding = array("d"), array("d"), array("d")
     happened = {kind: [] for kind in ("hang", "trace", "anomaly")}
     newest, logs, every, logged = 0, 0, 1, math.inf
     for _, row in read_rows(run_dir / "metrics.jsonl"):
@@ -84,14 +80,9 @@ def report(run_dir: Path, also=lambda row: None) -> dict:
             seconds[name if name in KINDS else "other"] += s
         if not row.get("perf/step_ms"):
             continue
-        if "perf/padding_fraction" in row:
-            padding.append(row["perf/padding_fraction"])
         if "perf/startup_s" in row:
             seconds["start-up"] += row["perf/startup_s"]
         else:
-            medians.append(row.get("perf/step_ms_median") or row["perf/step_ms"])
-            if row.get("perf/tokens_per_second"):
-                rates.append(row["perf/tokens_per_second"])
             ms = {name: row[f"perf/{name}_ms"] for name in KINDS if f"perf/{name}_ms" in row}
             for name, x in (ms or {"other": row["perf/step_ms"]}).items():  # --monitoring off
                 seconds[name] += max(0, row["step"] - logged) * x / 1e3
@@ -103,15 +94,16 @@ def report(run_dir: Path, also=lambda row: None) -> dict:
             history.rows = deque([*history.rows][1::2], LOGS)
             every *= 2
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
+    usual = [row for row in history.rows if "perf/startup_s" not in row]
+    medians = [row.get("perf/step_ms_median") or row["perf/step_ms"] for row in usual]
     if medians:
         tenth = max(1, len(medians) // 10)
-        figures["step_ms_median"] = float(np.median(medians))
-        figures["first_tenth_ms"] = float(np.median(medians[:tenth]))
-        figures["last_tenth_ms"] = float(np.median(medians[-tenth:]))
-    if rates:  # the newest may be of a single step
-        figures["perf/tokens_per_second"] = float(np.median(rates))
-    if padding:
-        figures["padding_fraction"] = sum(padding) / len(padding)
+        figures["step_ms_median"] = statistics.median(medians)
+        figures["first_tenth_ms"] = statistics.median(medians[:tenth])
+        figures["last_tenth_ms"] = statistics.median(medians[-tenth:])
+    for name in ("perf/tokens_per_second", "perf/padding_fraction"):
+        if values := [row[name] for row in usual if name in row]:
+            figures[name] = statistics.median(values)  # the newest may be of a single step
     out = dict(run=str(run_dir), step=newest, findings=findings(history), judged=len(medians) > 9,
                reported=list(history.reported), hangs=happened["hang"],
                anomalies=happened["anomaly"], traces=happened["trace"], figures=figures,
@@ -125,6 +117,7 @@ def verdict(out: dict) -> list[str]:
     codes = {each.code for each in out["findings"]}
     lines += [old["text"] for old in out["reported"]  # live, of steps no longer in the history
               if old["code"] not in codes and isinstance(old.get("text"), str)]
+    codes |= {old["code"] for old in out["reported"]}
     if not codes & {"slower", "slow"}:
         lines.append("steady: never slower" if out["judged"] else "too few logs for a verdict")
     lines += [f"no progress: {row['hang']}" for row in out["hangs"]]

@@ -86,10 +86,10 @@ class Sampler:
                 try:
                     if late < before:
                         time.sleep(MOMENT * jitter())
-                    with frame_of(self.thread_id) as frame, suppress(AttributeError):  # has ended
+                    with frame_of(self.thread_id) as frame:
                         self.look(frame)
                 except Exception as e:
-                    say(f"warning: no more lines are named, after {type(e).__name__}: {e}")
+                    say(f"warning: slow lines will not be named, after {type(e).__name__}: {e}")
                     return
                 finally:
                     frame = None  # or the tensors in it would outlive it
@@ -219,9 +219,8 @@ class Tracer:
         with suppress(OSError, RuntimeError):  # a full disk: training matters more
             self.folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(file))
-            shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-            say(f"step {step}: a trace of {TRACED_STEPS} steps is in {shown}")
-            self.row["trace"] = str(shown)
+            self.row["trace"] = os.path.relpath(file)
+            say(f"step {step}: a trace of {TRACED_STEPS} steps is in {self.row['trace']}")
 
     def read(self, step: int) -> dict:
         """Columns of a row with traced steps."""

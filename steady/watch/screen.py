@@ -19,7 +19,8 @@ class Printable:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        self.stream.write(text.translate(SHOWN))
+        encoding = self.stream.encoding or "utf-8"
+        self.stream.write(text.translate(SHOWN).encode(encoding, "replace").decode(encoding))
         return len(text)
 
     def __getattr__(self, name: str):

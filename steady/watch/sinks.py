@@ -13,7 +13,7 @@ from pathlib import Path
 from steady.watch import wandb_sink
 from steady.watch.history import TAIL_BYTES, History, read_rows
 
-SAY_SECONDS = 2.0  # that a message waits for whoever reads stderr
+SAY_SECONDS = 2.0  # a message waits at most this long for stderr
 
 
 class Sinks:
@@ -51,7 +51,7 @@ class Sinks:
         self.use("TensorBoard", lambda board: board.write(step, row))
 
     def close(self):
-        """All but metrics.jsonl, for the last sample."""
+        """Close all but metrics.jsonl, which the last sample still needs."""
         for name, close in (("TensorBoard", TensorBoard.close), ("tracker", wandb_sink.finish)):
             self.use(name, close)
             self.open.pop(name, None)
@@ -69,7 +69,7 @@ class Sinks:
 def say(text: str):
     """Print a line. A screen that is gone, full or of another encoding is no reason to stop."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(Exception):  # any: sys.stdout may be the program's own
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
@@ -87,7 +87,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
         length *= 2
     if size and not any("about" in row or "perf/step_ms" in row for _, row in rows):
         other = path.rename(f"{path}.{time.time_ns()}")
-        alert(f"warning: {path} is another program's, or damaged; it is now {other}")
+        alert(f"warning: {path} is damaged or another program's; renamed to {other}")
         path.touch()
     kept = [(end, row) for end, row in rows if row["step"] <= start_step]
     os.truncate(path, kept[-1][0] if kept else 0)
@@ -109,7 +109,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
 class TensorBoard:
     """A SummaryWriter that continues an earlier process's.
 
-    Opened at the first row: the import takes 0.2 s, and loader processes must fork before its
+    Opened at the first log: the import takes 0.2 s, and loader processes must fork before its
     thread starts.
     """
 
@@ -118,6 +118,8 @@ class TensorBoard:
         self.writer = None
 
     def open(self):
+        if self.writer:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
         self.excepthook, threading.excepthook = threading.excepthook, self.print_error
@@ -129,8 +131,7 @@ class TensorBoard:
 
     def write(self, step: int, row: dict):
         if numbers := wandb_sink.scalars(row):
-            if not self.writer:
-                self.open()
+            self.open()
             from tensorboard.compat.proto.summary_pb2 import Summary
 
             # all of them in one event: add_scalar for each takes three times as long
@@ -172,7 +173,8 @@ def plain(value):
 
 
 def alert(text: str):
-    """Print on stderr, from a thread that may never come back: perhaps nobody reads it."""
+    """Print on stderr, from a thread: a full pipe may block it forever."""
     thread = threading.Thread(target=lambda: print(text, file=sys.stderr, flush=True), daemon=True)
-    thread.start()
-    thread.join(SAY_SECONDS)
+    with contextlib.suppress(RuntimeError):  # the system has no thread left
+        thread.start()
+        thread.join(SAY_SECONDS)

@@ -1,16 +1,17 @@
 """Slow from the first step: the part of every step that is avoidable, the line or option, the gain.
 
-Each millisecond is promised once: a cause takes its time out of its phase, and the next one finds
-the rest. `python monitor.py try RUN` measures options whose gain no row shows.
+No millisecond counts twice: a cause takes its time out of its phase, and the next one finds the
+rest. `python monitor.py try RUN` measures options whose gain no row shows.
 """
 
+import itertools
 import math
 import re
 import statistics
 
 import numpy as np
 
-from steady.watch.findings import Finding, finding
+from steady.watch.findings import Finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import by_function, function_of, library_of, own_part, source_of
 from steady.watch.slower import COMPUTE, WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
@@ -48,6 +49,9 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
             and "perf/startup_s" not in row and "perf/disturbed" not in row][:MOST_LOGS]
     if len(rows) < LEAST_LOGS or rows[-1]["step"] - history.rows[0]["step"] < LEAST_STEPS:
         return []
+    steps = [b["step"] - a["step"] for a, b in itertools.pairwise(rows[-3:])]
+    if 2 * steps[1] < steps[0]:  # the last row, of a few steps, would count as much as the others
+        rows.pop()
     mean = mean_row(rows)
     ms = {name: ms_of(mean, name) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
     left, step = Left(ms), sum(ms.values())
@@ -83,13 +87,13 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     gain = sum(part.ms for part in parts)
     if gain < WORTH_REPORTING * step:
         return []
-    return [finding("slow", rows[0]["step"], ms=gain, of=step, parts=tuple(parts))]
+    return [Finding("slow", rows[0]["step"], ms=gain, of=step, parts=tuple(parts))]
 
 
 def eager(history: History) -> list[Finding]:
     """torch.compile has given up on functions that it compiled again and again."""
     rows = [row for row in history.rows if row.get("perf/eager_functions")]
-    return [finding("eager", first["step"], dict(count=int(rows[-1]["perf/eager_functions"])))
+    return [Finding("eager", first["step"], dict(count=int(rows[-1]["perf/eager_functions"])))
             for first in rows[:1]]
 
 
@@ -113,8 +117,8 @@ def advice_for(place: str, sources: dict[str, str]) -> str:
             return advice
     if library := library_of(place):
         return f"{library} runs on the host: use torch, or do it once"
-    loop = re.search("<(?!module>)", function)  # <genexpr>, <lambda>, …
-    model = re.search(r"\b(torch|self)\.", text)  # such as [expert(x) for expert in self.experts]
+    loop = re.search("<(?!module>|lambda>)", function)  # <genexpr>, <listcomp>, …
+    model = re.search(r"\b(torch|self|F|nn)\.", text)  # [expert(x) for expert in self.experts]
     return "a loop of Python: use tensors" if loop and not model else ""
 
 

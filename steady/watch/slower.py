@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steady.watch.findings import OF_MACHINE, Finding, finding
+from steady.watch.findings import OF_MACHINE, Finding
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import add_profiles, longer_lines, source_of
 
@@ -63,8 +63,7 @@ def slowdown(history: History) -> list[Finding]:
 
 def is_certain(found: Finding) -> bool:
     """Whether a live report would name the line, or waiting longer would not help."""
-    values = dict(found.values)
-    looks, points = values["looks"], values["points"]
+    looks, points = found.values["looks"], found.values["points"]
     return not 0 < looks < CERTAIN_LOOKS or points > PATIENCE
 
 
@@ -160,12 +159,9 @@ class Rise:
 
 
 def belongs(rise: Rise, other: Rise) -> bool:
-    """Whether it is part of an event found before: began before that was known, and while it
-    lasted."""
+    """Whether it is part of an event found before: it began before that was known."""
     of_steps = {rise.series, other.series} <= {*STEP_PHASES}
-    lasts = other.until is None or rise.found <= other.until
-    same = of_steps or rise.series == other.series
-    return same and lasts and rise.since <= other.found
+    return (of_steps or rise.series == other.series) and rise.since <= other.found
 
 
 def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[Rise]:
@@ -275,7 +271,7 @@ class Left:
                 self.ms[name] -= part
                 taken += part
         if taken:
-            self.parts.append(finding(code, values=values, ms=float(taken), line=line))
+            self.parts.append(Finding(code, values=values, ms=float(taken), line=line))
 
 
 def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str]) -> Finding:
@@ -295,8 +291,8 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
         ms = rise.after - rise.before
         facts |= dict(percent=100 * ms / points[rise.since]["perf/step_ms"],
                       phases=[(rise.series, round(ms, 3))])
-        part = finding("checkpoint grows" if grows else rise.series)
-        return finding("slower", since, facts, until=until, phase=rise.series, ms=ms,
+        part = Finding("checkpoint grows" if grows else rise.series)
+        return Finding("slower", since, facts, until=until, phase=rise.series, ms=ms,
                        of=rise.before, parts=(part,))
     of = float(np.median([points[i]["perf/step_ms"] for i in before]))
     of_phases = rise.series in STEP_PHASES
@@ -317,7 +313,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     machine = sum(part.ms for part in left.parts if part.code in OF_MACHINE)
     unclear = sum(part.ms for part in left.parts if part.code == "slow rank")
     program = total - machine - unclear - left.ms.get(COMMON, 0.0)
-    left.parts.append(finding("unexplained", ms=float(sum(left.ms.values()))))
+    left.parts.append(Finding("unexplained", ms=float(sum(left.ms.values()))))
     left.parts.sort(key=lambda part: -part.ms)
     # if they share all of it, show the phases with most of it
     shown = more if of_phases else {name: ms_of(new, name) - ms_of(old, name)
@@ -326,8 +322,11 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     facts |= dict(percent=100 * total / of, shared=not of_phases,
                   phases=[(name, round(float(ms), 3)) for name, ms in ranked
                           if ms > 0.05 * ranked[0][1]])
+    then, now = (row["work"] * row["perf/step_ms"] for row in (old, new))
+    if new["work"] < SAME_WORK[0] * old["work"] and now < then * (1 + LEAST):
+        total = 0.0  # less work in the same time: no step became slower
     side = "machine" if machine > 0.5 * total else "program" if program > 0.5 * total else "unclear"
-    return finding("slower", since, facts, until=until, ms=total, of=of, side=side,
+    return Finding("slower", since, facts, until=until, ms=total, of=of, side=side,
                    parts=tuple(p for p in left.parts if p.ms > WORTH_NAMING * total))
 
 
@@ -400,6 +399,6 @@ def added(old: dict, new: dict, name: str) -> float:
 
 
 def goes_on(rows: list[dict], name: str) -> bool:
-    """Whether a count rises again and again; once would not make all steps slower."""
+    """Whether a count keeps rising; a single rise would not slow every step."""
     counts = [row.get(name, 0) for row in rows]
     return len(counts) > 1 and float(np.mean(np.diff(counts) > 0)) > 0.25

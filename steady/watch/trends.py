@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from steady.watch.findings import Finding, finding, si
+from steady.watch.findings import Finding, si
 from steady.watch.history import History, quantile
 
 # --- learning --------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def diverged(history: History) -> list[Finding]:
         (loss, step), (best, since) = vals[-1], min(
             (val for val in vals if math.isfinite(val[0])), default=(math.inf, vals[0][1]))
         if not loss <= best + max(0.2 * best, 0.1):  # or NaN
-            found.append(finding("validation", since, dict(loss=loss, step=step, best=best)))
+            found.append(Finding("validation", since, dict(loss=loss, step=step, best=best)))
     bad = [max(row.get("health/nonfinite_steps", 0), not ok)
            for row, ok in zip(rows, finite, strict=True)]
     # of gradients alone a few: fp16's loss scaler finds its scale that way
@@ -32,7 +32,7 @@ def diverged(history: History) -> list[Finding]:
     if sum(bad) > (0.01 * total if finite.all() else 0):
         first = np.flatnonzero(bad)[0]
         since = int(steps[first - 1]) + 1 if first else 1
-        found.append(finding("not finite", since, dict(count=int(sum(bad)), steps=total)))
+        found.append(Finding("not finite", since, dict(count=int(sum(bad)), steps=total)))
     return found
 
 
@@ -60,9 +60,9 @@ def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) ->
         below = np.flatnonzero(smooth <= limit)
         start = below[-1] if len(below) else 0  # of the newest stretch above
         start += int(np.argmax(rest[start:] > limit))
-        return [finding("diverged", int(steps[start]) + 1, facts)]
+        return [Finding("diverged", int(steps[start]) + 1, facts)]
     if newest > uniform - 0.01:
-        return [finding("nothing learned", 1, facts | dict(uniform=uniform))]
+        return [Finding("nothing learned", 1, facts | dict(uniform=uniform))]
     return []
 
 
@@ -85,29 +85,22 @@ class Spikes:
         losses: [steps, ranks]; norms: [steps], or of another length if not all are known. "again":
         the last interval had non-finite steps as well.
         """
-        sizes = [[loss if math.isfinite(loss) else math.inf for loss in ranks] for ranks in losses]
-        worst = [max(ranks) for ranks in sizes]
-        norms = norms if len(norms) == len(worst) else [0.0] * len(worst)
-        good = [math.isfinite(loss + norm) for loss, norm in zip(worst, norms, strict=True)]
-        found, bad = [], good.count(False)
-
-        def add(kind: str, i: int, value: float, median: float, steps: int, again=False):
-            rank = sizes[i].index(worst[i])
-            found.append(dict(step=step - len(norms) + 1 + i, anomaly=kind, value=value,
-                              median=median, steps=steps, rank=rank, again=again))
-
-        if bad:
-            add("not finite", good.index(False), math.nan, 0.0, bad, again=self.was_bad)
-        self.was_bad = bad > 0
-        for name, values in (("loss", worst), ("gradient", norms)):
-            finite = [value for value, ok in zip(values, good, strict=True) if ok]
-            median, limit = self.usual(name, max(finite, default=0.0))
-            high = [i for i, value in enumerate(values) if good[i] and value > limit]
-            if high:
-                i = max(high, key=values.__getitem__)
-                add(f"{name} spike", i, values[i], median, len(high))
-            self.recent[name] = (self.recent[name] + finite)[-WINDOW:]
-        return found, bad
+        sizes = np.where(np.isfinite(losses), losses, np.inf)
+        norms = norms if len(norms) == len(sizes) else np.zeros(len(sizes))
+        values = {"loss": sizes.max(1), "gradient": np.array(norms)}
+        good = np.isfinite(values["loss"] + values["gradient"])
+        found = [] if good.all() else [("not finite", good.argmin(), math.nan, 0.0)]
+        for name, each in values.items():
+            i = np.where(good, each, -np.inf).argmax()
+            median, limit = self.usual(name, each[i])
+            if good[i] and each[i] > limit:
+                found.append((f"{name} spike", i, float(each[i]), median))
+            self.recent[name] = [*self.recent[name], *each[good].tolist()][-WINDOW:]
+        rows = [dict(step=step - len(sizes) + 1 + int(i), anomaly=kind, value=value, median=median,
+                     rank=int(sizes[i].argmax()), again=self.was_bad and kind == "not finite")
+                for kind, i, value, median in found]
+        self.was_bad = not good.all()
+        return rows, int(len(good) - good.sum())
 
     def usual(self, name: str, highest: float) -> tuple[float, float]:
         """(median, spike limit): infinity while too few values are known."""
@@ -124,7 +117,7 @@ class Spikes:
 # --- resources -------------------------------------------------------------------------------
 
 SAMPLES = 20  # that a trend needs
-HORIZON = 5  # growth is believed to go on for so many times as long as it was seen
+HORIZON = 5  # growth is extrapolated to at most so many times the observed span
 RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for 0)
     # with the loader's processes, without mapped files (token files): the system may drop those
     "host memory": ("memory/host_anonymous_gb", "limit/host_gb"),
@@ -150,14 +143,12 @@ def runs_out(history: History) -> list[Finding]:
         if name == "device memory":  # a step needs more than stays between steps
             room -= max(0.0, history.rows[-1].get("memory/peak_gb", 0.0) - values[-1])
         values, room = values - values[0], room - values[0]
-        if room > (HORIZON + 1) * np.ptp(values):
-            continue  # the usual case
         growth = trend(x, values, room)
-        if growth and growth[2] < about.get("last_step", 0):
+        if growth and growth[2] < (about.get("last_step") or 0):
             since, per_step, at_step = growth
             in_gb = column.endswith("_gb")
             rate = f"{si(1e9 * per_step)}B/step" if in_gb else f"{per_step:.3g}/step"
-            found.append(finding(name, since, dict(
+            found.append(Finding(name, since, dict(
                 at_step=max(at_step, int(steps[-1])), last_step=int(about["last_step"]),
                 rate=rate, per_step=per_step)))
     return found

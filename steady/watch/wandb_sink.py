@@ -69,7 +69,7 @@ def finish(process: subprocess.Popen):
 def main(run_dir: str, tracker: str, first_byte: str, settings: str):
     sys.stdout = sys.stderr  # the tracker's own messages
     try:
-        with contextlib.suppress(OSError):  # until a predecessor has sent its rows
+        with contextlib.suppress(OSError):  # wait for the sender of the run before
             fcntl.flock(os.open(run_dir, os.O_RDONLY), fcntl.LOCK_EX)
         run = importlib.import_module(tracker).init(
             **identity(tracker, Path(run_dir)), resume="allow", config=json.loads(settings))

@@ -7,11 +7,13 @@ installed, and nanochat, with its checkout on Python's path. RESUME_ONLY=NAME tr
 RESUME_KILLS another number of times.
 
 The same trial for each program as it is, on one thread of a CPU: 40 steps with dropout, a
-checkpoint at every tenth, and its own way to resume. Its final weights are compared, bit for bit,
-with those of its undisturbed run. Then without dropout, resumed on two processes: there they may
-differ by rounding.
+checkpoint at every tenth, killed within a random step, resumed in its own way. Its final weights
+are compared, bit for bit, with those of its undisturbed run, and so are the samples after the
+resume. Then without dropout and in fp32, resumed on two processes: there weights may differ by
+rounding.
 """
 
+import itertools
 import os
 import random
 import re
@@ -75,8 +77,22 @@ if __name__ == "__main__":
 """
 
 
+# A sitecustomize.py: each process writes a hash of every sequence that a model is trained on.
+RECORDER = """
+import os, torch
+
+def embedding(input, *args, **kwargs):
+    if input.ndim == 2 and not input.is_meta and torch.is_grad_enabled():
+        with open(f"samples.{os.getpid()}", "a") as file:
+            file.writelines(f"{hash(tuple(row))}\\n" for row in input.tolist())
+    return plain(input, *args, **kwargs)
+
+plain, torch.nn.functional.embedding = torch.nn.functional.embedding, embedding
+"""
+
+
 class Ours:
-    name, begun = "steady", r"step +\d+"
+    name, logged = "steady", r"step +\d+"
 
     def __init__(self, folder: Path, options):
         self.folder, self.peers = folder, options.peers
@@ -90,14 +106,23 @@ class Ours:
     def command(self, dropout: float, ranks: int, again: bool) -> list:
         return [*launcher(ranks), TRAIN, *FLAGS, "--data", "data/shakespeare_char", "--out_dir",
                 "out", "--vocab_size", 256, "--dropout", dropout, "--max_steps", STEPS,
-                "--save_interval", EVERY, "--log_interval", 1, "--device", "cpu", "--auto_resume"]
+                "--save_interval", EVERY, "--log_interval", 1, "--device", "cpu", "--auto_resume",
+                "--precision", "auto" if dropout else "fp32"]
 
     def weights(self) -> dict:
         return latest_valid(self.folder / "out/checkpoints").state()["model"]
 
+    def samples(self) -> list[str]:
+        """Those since the last call, in their order if one process was trained."""
+        files = [*self.folder.glob("samples.*")]
+        found = [line for file in files for line in file.read_text().split()]
+        for file in files:
+            file.unlink()
+        return found
+
 
 class HuggingFace(Ours):
-    name, begun = "transformers' Trainer", "'loss'"
+    name, logged = "transformers' Trainer", "'loss'"
 
     def command(self, dropout: float, ranks: int, again: bool) -> list:
         (self.folder / "train.py").write_text(TRAINER)
@@ -120,7 +145,7 @@ class TRL(HuggingFace):
 class LitGPT(Ours):
     """Has no dropout."""
 
-    name, begun = "litgpt", r"iter \d+ step"
+    name, logged = "litgpt", r"iter \d+ step"
 
     def prepare(self, text: str):
         super().prepare(text)
@@ -145,7 +170,7 @@ class LitGPT(Ours):
 class Nanochat(Ours):
     """Has no dropout."""
 
-    name, begun = "nanochat", r"step \d+/"
+    name, logged = "nanochat", r"step \d+/"
 
     def run(self, *command) -> list:
         return ["env", f"NANOCHAT_BASE_DIR={self.folder}", self.python("nanochat"), "-m", *command]
@@ -176,7 +201,7 @@ class Nanochat(Ours):
 
 
 class NanoGPT(Ours):
-    name, begun = "nanoGPT", r"iter \d+"
+    name, logged = "nanoGPT", r"iter \d+"
 
     def __init__(self, folder: Path, options):
         self.folder, self.checkout = folder, options.nanogpt
@@ -198,15 +223,16 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, *(torchrun if ranks > 1 else [])]
 
 
-def start(program, *how) -> subprocess.Popen:
-    """Returns once its first step is logged, or it has ended."""
+def start(program, steps: int, *how) -> subprocess.Popen:
+    """Returns once so many steps are logged, or it has ended."""
     process = subprocess.Popen(
         [*map(str, program.command(*how))], cwd=program.folder, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
-    for line in process.stdout:
-        if re.search(program.begun, line):
-            break
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+                          "PYTHONPATH": str(program.folder)})
+    logged = (line for line in process.stdout if re.search(program.logged, line))
+    for _ in itertools.islice(logged, steps):
+        pass
     return process
 
 
@@ -222,19 +248,26 @@ def trials(kind, options, kills: int, dropout: float, ranks: int) -> Counter:
         folders = [Path(place, str(i)) for i in range(kills + 1)]
         program = kind(folders[0], options)
         program.prepare(some_text(options))
+        (folders[0] / "sitecustomize.py").write_text(RECORDER)
         for folder in folders[1:]:
             shutil.copytree(folders[0], folder)
-        process, began = start(program, dropout, 1, False), time.monotonic()
+        process, began = start(program, 1, dropout, 1, False), time.monotonic()
         assert finish(process) == 0, f"{program.name} does not run"
-        seconds, whole = time.monotonic() - began, program.weights()
+        a_step = (time.monotonic() - began) / STEPS  # about
+        whole, all_samples = program.weights(), program.samples()
+        assert all_samples, f"{program.name} embeds its tokens in a way of its own"
         for folder in folders[1:]:
             program = kind(folder, options)
-            process = start(program, dropout, 1, False)
-            time.sleep(when.uniform(0, seconds))
+            process = start(program, when.randint(1, STEPS - 1), dropout, 1, False)
+            time.sleep(when.uniform(0, a_step))
             os.killpg(process.pid, signal.SIGKILL)
             finish(process)
-            ended = finish(start(program, dropout, ranks, True)) == 0
+            program.samples()
+            ended = finish(start(program, 1, dropout, ranks, True)) == 0
             end = outcome(whole, program.weights()) if ended else "not resumed"
+            samples = program.samples()
+            if sorted(samples) != sorted(all_samples[len(all_samples) - len(samples):]):
+                end += " after other samples"
             print(f"{program.name}, {ranks} processes: {end}", flush=True)
             found[end] += 1
     return found
