@@ -166,7 +166,7 @@ def normal_form(parser: Parser, arg: str) -> str:
     name, equals, value = arg.partition("=")
     name = "--" + name[2:].replace("-", "_")
     action = parser._option_string_actions.get(name)
-    if equals and getattr(action, "const", None) is True:
+    if equals and isinstance(getattr(action, "const", None), bool):
         if value.lower() in ("true", "yes", "on", "1"):
             return name
         if value.lower() in ("false", "no", "off", "0"):

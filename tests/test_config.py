@@ -208,7 +208,8 @@ def test_a_field_without_a_description_is_an_option(monkeypatch):
 @pytest.mark.parametrize("name", ["overwrite", "pin_memory", "compile"])
 def test_switches_take_no_value(name):
     for flag, value in ((f"--{name}", True), (f"--no_{name}", False), (f"--{name}=true", True),
-                        (f"--{name}=FALSE", False), (f"--{name}=1", True), (f"--{name}=no", False)):
+                        (f"--{name}=FALSE", False), (f"--{name}=1", True), (f"--{name}=no", False),
+                        (f"--no_{name}=true", False)):
         assert getattr(config.parse([flag]), name) is value
     dashes = name.replace("_", "-")
     assert getattr(config.parse([f"--{name}", f"--no-{dashes}"]), name) is False

@@ -206,7 +206,8 @@ def read_resources(device: torch.device, out_dir: Path) -> dict[str, float]:
             row["machine/gpu_celsius"] = torch.cuda.temperature(device)
             row["machine/gpu_watts"] = torch.cuda.power_draw(device) / 1e3  # of mW
     with contextlib.suppress(OSError):  # the folder is gone
-        row["disk/free_gb"] = shutil.disk_usage(out_dir).free / 1e9
+        disk = shutil.disk_usage(out_dir)
+        row |= {"disk/free_gb": disk.free / 1e9} if disk.total else {}  # some have no size
     return row
 
 

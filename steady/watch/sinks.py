@@ -109,8 +109,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
 class TensorBoard:
     """A SummaryWriter that continues an earlier process's.
 
-    Opened at the first log: the import takes 0.2 s, and loader processes must fork before its
-    thread starts.
+    Opened at the first log: loader processes must fork before its thread starts.
     """
 
     def __init__(self, folder: Path, first_step: int, flush_secs: int):

@@ -7,10 +7,9 @@ installed, and nanochat, with its checkout on Python's path. RESUME_ONLY=NAME tr
 RESUME_KILLS another number of times.
 
 The same trial for each program as it is, on one thread of a CPU: 40 steps with dropout, a
-checkpoint at every tenth, killed within a random step, resumed in its own way. Its final weights
-are compared, bit for bit, with those of its undisturbed run, and so are the samples after the
-resume. Then without dropout and in fp32, resumed on two processes: there weights may differ by
-rounding.
+checkpoint at every tenth, killed within a random step, resumed in its own way. Final weights are
+compared bit for bit with those of its undisturbed run, and so are the samples since the resume.
+Then without dropout and in fp32, resumed on two processes: there weights may differ by rounding.
 """
 
 import itertools
