@@ -34,7 +34,7 @@ from steady.watch import proc
 from steady.watch.clock import Clock
 from steady.watch.findings import describe_anomaly, log_line
 from steady.watch.gather import gather, on_host, scalar, slowest_rank
-from steady.watch.history import OUTSIDE_PHASES, quantile
+from steady.watch.history import COMPUTE, OUTSIDE_PHASES, quantile
 from steady.watch.machine import Machine
 from steady.watch.report import news, report, report_text, waits_for_lines
 from steady.watch.sampler import Sampler, Tracer
@@ -97,8 +97,8 @@ class Monitor:
         if self.out_dir:
             self.sinks = Sinks(self.out_dir, first_step - 1, **self.sink_options)
             self.history = self.sinks.history
-            self.all_tokens = self.columns().get("train/tokens", 0)
-            about = {"last_step": self.last_step()} | self.about
+            self.all_tokens = self.columns().get("train/tokens", self.history.last("train/tokens"))
+            about = {"last_step": self.last_step()} | self.about | self.clock.about
             self.write(max(0, first_step - 1), {"about": about})  # some loops count from 0
 
     # --- the interface of a loop ---
@@ -180,7 +180,8 @@ class Monitor:
         accounted_s = proc.process_age_seconds()
         self.clock.phase("logging")  # for a watchdog: an upload takes its time
         self.safely(self.check)
-        self.write(self.newest_step, {"seconds": dict(self.clock.seconds)})  # after the last log
+        last = {"seconds": dict(self.clock.seconds), "about": self.clock.about}
+        self.write(self.newest_step, last)  # of the time after the last log
         self.clock.take(1)  # if it is closed again
         self.sinks.close()
         return self.safely(lambda: report_text(report(self.out_dir))) or ""
@@ -238,8 +239,7 @@ class Monitor:
             if real < 1 - 1e-6:  # more than by rounding
                 row["perf/padding_fraction"] = 1 - real
                 row["perf/real_tokens_per_second"] = rate * real
-        if self.logged_step == self.first_step - 1:
-            # the first step of a process compiles, allocates and fills caches
+        if self.logged_step == self.first_step - 1:  # it compiles, allocates and fills caches
             row["perf/startup_s"] = max(step_ms / 1e3, proc.process_age_seconds() - accounted_s)
         self.logged_step = step
         if self.level == "off":
@@ -249,6 +249,7 @@ class Monitor:
         if window:
             row["perf/step_ms_median"] = quantile(window, 0.5)
             row["perf/step_ms_p95"] = quantile(window, 0.95)
+        row["perf/compute_fraction"] = sum(ms[name] for name in COMPUTE) / step_ms
         return row | {"perf/data_fraction": ms["data"] / step_ms}
 
     def write_row(self, step: int, row: dict):
@@ -267,13 +268,12 @@ class Monitor:
         if not self.parts:
             return
         began = time.perf_counter()
-        self.history.about["last_step"] = self.last_step() or 0
+        self.history.about |= {"last_step": self.last_step() or 0} | self.clock.about
         for found in news(self.history):
             self.write(self.newest_step, {"finding": found.row()})
             say(f"warning: step {self.newest_step}: {found}")
         self.sampler.hurry = waits_for_lines(self.history)
-        now = time.perf_counter()
-        self.next_check = now + (now - began) / CHECK_SHARE
+        self.next_check = began + (time.perf_counter() - began) / CHECK_SHARE
 
     def report_anomaly(self, row: dict):
         """A row and a warning about a spike or a step that was not finite."""

@@ -112,6 +112,7 @@ def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
     assert row["perf/tflops"] == pytest.approx(1e6 / 120 * 1e6 / 1e12)
     assert row["perf/mfu"] == pytest.approx(row["perf/tflops"] * 1e12 / 1e9)
     assert row["perf/data_fraction"] == pytest.approx(65 / 120)
+    assert row["perf/compute_fraction"] == pytest.approx(55 / 120)
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == (
         "step       8/1000000 | loss 1.0000 | lr 1.00e-01 | grad 1 | 120.0 ms | 8.33k tok/s | "
@@ -278,11 +279,13 @@ def test_what_other_loops_pass(tmp_path):
     for step in range(3, 28, 4):
         total.data += 1
         m.log("step", 5)
+        m.phase("rollout")
         m.step(step, loss=total, lr=[0.5], tokens=(None, float("nan"), 2)[step % 3])
     m.clock.seconds["forward"] += 100
     m.close()
     m.close()
     assert m.healthy and column(tmp_path, "train/loss") == {3: 1, 15: 3, 27: 6}
+    assert m.history.about["own_phases"] == 1
     assert set(column(tmp_path, "train/learning_rate").values()) == {0.5}
     assert sum(row["seconds"]["forward"] for row in rows(tmp_path) if "seconds" in row) < 150
     assert next(tmp_path.glob("metrics.jsonl.*")).read_text() == '{"epoch": 1}\n'

@@ -115,7 +115,7 @@ def test_rows_are_not_kept(tmp_path):
     for logs in (1500, 3000):  # the newest 512 are kept, and a thinned history
         write_rows(tmp_path / "r", long_run(logs, slow_from=201))
         tracemalloc.start()
-        page.run_data(tmp_path / "r", page.POINTS)
+        page.run_data(report(tmp_path / "r"), page.POINTS)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     size_of_rows = (tmp_path / "r/metrics.jsonl").stat().st_size / 2

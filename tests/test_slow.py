@@ -101,6 +101,13 @@ def test_a_loop_without_phases_is_not_avoidable():
         assert list(found) == codes
 
 
+def test_lines_in_phases_of_the_loop_s_own_are_not_avoidable():
+    rows = rows_of({"other": 9.0}, {"other": {"my.py:8 rollout": 30}})
+    assert list(parts_of(rows)) == ["line"]
+    rows[5]["about"] = {"own_phases": 1}
+    assert parts_of(rows) == {}
+
+
 def test_on_a_gpu_no_line_of_a_compute_phase_is_a_gain():
     """The host waits there for kernels that have to run in any case."""
     place, text = "train.py:80 train", {"train.py:80": "total += loss.item()"}

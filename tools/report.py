@@ -25,7 +25,7 @@ from steady.checkpoints.disk import atomic_write
 from steady.guard.process import run_command
 from steady.options import ConfigError, Parser, read_flags, read_yaml, reading_paths
 from steady.watch.findings import Finding, describe_anomaly
-from steady.watch.history import STEP_PHASES
+from steady.watch.history import STEP_PHASES, read_rows
 from steady.watch.report import report, report_text
 
 OTHERS = {"compare": "tools.compare:compare", "try": "tools.trial:main"}  # import all of training
@@ -70,7 +70,7 @@ def print_reports(argv: list[str]) -> int:
             print(side_by_side(reports))
     if args.html:
         try:
-            print(write_page(args.run_dir, args.html), file=sys.stderr, flush=True)
+            print(write_page(reports, args.html), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
     return 0
@@ -91,11 +91,11 @@ def side_by_side(reports: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def run_data(run_dir: Path, points: int) -> dict:
-    """A run for page.js, its lines of at most so many points; keeps no rows."""
+def run_data(found: dict, points: int) -> dict:
+    """A run for page.js, from its report; its lines of at most so many points; keeps no rows."""
+    run_dir, config = Path(found["run"]), {}
     columns, samples, starts = {}, [], []  # name → (steps, values); first steps of processes
-
-    def add(row: dict):
+    for _, row in read_rows(run_dir / "metrics.jsonl"):
         first = "perf/startup_s" in row  # the first step of a process, too slow to draw
         for name, value in row.items():
             drawn = DRAWN.match(name) and not (first and name.startswith("perf/"))
@@ -107,8 +107,6 @@ def run_data(run_dir: Path, points: int) -> dict:
             samples.append({"step": row["step"], "text": row["sample"][:2000]})
         if first:
             starts.append(row["step"])
-
-    found, config = report(run_dir, add), {}
     with contextlib.suppress(ConfigError):  # it cannot be read
         config = {name: str(value) for name, value in read_yaml(run_dir / "config.yaml").items()
                   if name != "backup_to"}  # the address may hold a password
@@ -139,13 +137,13 @@ def events_of(found: dict, starts: list[int]) -> list[dict]:
     return sorted(out, key=lambda event: event["step"])
 
 
-def write_page(run_dirs: list[Path], file: Path) -> str:
+def write_page(reports: list[dict], file: Path) -> str:
     """Returns a line for the screen; the page runs its own script only. Raises OSError."""
     if os.path.lexists(file):
         is_file = file.is_file() and not file.is_symlink()
         if not is_file or file.open("rb").read(15) not in (b"", b"<!doctype html>"):
             raise FileExistsError(errno.EEXIST, "exists and is not a page; choose another name")
-    runs = [run_data(run_dir, POINTS // len(run_dirs)) for run_dir in run_dirs]
+    runs = [run_data(found, POINTS // len(reports)) for found in reports]
     data = dict(runs=runs, made=time.strftime("%Y-%m-%d %H:%M"), phases=STEP_PHASES)
     license, library, own, style, page = ((PARTS / name).read_text("utf-8") for name in (
         "uPlot.LICENSE", "uPlot.iife.min.js", "page.js", "uPlot.min.css", "page.html"))

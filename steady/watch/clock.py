@@ -21,6 +21,7 @@ class Clock:
     def __init__(self, device: torch.device, sampled: bool):
         self.device, self.is_cpu = device, device.type == "cpu"
         self.current, self.since = "other", time.perf_counter()
+        self.about = {}  # whether the loop has phases of its own names
         self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
         self.step_seconds = 0.0  # of the current step
         self.window_ms = deque(maxlen=WINDOW)
@@ -28,7 +29,8 @@ class Clock:
 
     def phase(self, name: str) -> str:
         """Begin a phase, of PHASES or else "other"; returns the one that this ends."""
-        name = name if name in PHASES else "other"
+        if name not in PHASES:
+            name, self.about = "other", {"own_phases": 1}
         if not self.is_cpu and name in OUTSIDE_PHASES and name != self.current:
             torch.accelerator.synchronize(self.device)  # queued work belongs to the steps
         now, ended = time.perf_counter(), self.current

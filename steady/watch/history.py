@@ -18,6 +18,7 @@ TAIL_BYTES = 1 << 20  # of a metrics.jsonl read on a resume: 512 logs of 1 to 2 
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps
 PHASES = STEP_PHASES + OUTSIDE_PHASES
+COMPUTE = ("forward", "backward", "optimizer")
 LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file if not finite
 
 
@@ -55,6 +56,10 @@ class History:
             self.rows.append(row)
         elif self.rows:
             self.rows[-1] |= {name: x for name, x in row.items() if name.startswith("val/")}
+
+    def last(self, name: str) -> float:
+        """Its value in the last log; 0 without one."""
+        return self.rows[-1].get(name, 0) if self.rows else 0
 
     def column(self, name: str) -> np.ndarray:
         """[logs], NaN for a log without it."""

@@ -1,6 +1,7 @@
 """Lines of Python by the time spent in them, from the looks of the sampler."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 OTHERS = "…"  # lines without a name in a profile
@@ -9,46 +10,32 @@ LOADER_WAITS = ("multiprocessing", "selectors", "threading")  # under torch's Da
 
 def add_profiles(rows) -> dict[str, dict[str, int]]:
     """The looks of several rows together: {phase: {place: looks}}."""
-    out = {}
+    out = defaultdict(Counter)
     for row in rows:
         for phase, lines in row.get("profile", {}).items():
-            sums = out.setdefault(phase, {})
-            for place, n in lines.items():
-                sums[place] = sums.get(place, 0) + n
+            out[phase].update(lines)  # adds them
     return out
 
 
-def function_of(place: str) -> tuple[str, str]:
-    """(file, function) of a place."""
-    where, _, function = own_part(place).rpartition(" ")
-    return where.rpartition(":")[0], function
+def parts_of(place: str) -> tuple[str, str, str]:
+    """("FILE:LINE", FUNCTION, LIBRARY) of "FILE:LINE FUNCTION < the same of its caller | LIBRARY".
 
-
-def own_part(place: str) -> str:
-    """"FILE:LINE FUNCTION" of a place, "FILE:LINE FUNCTION < the same of its caller | LIBRARY"."""
-    return place.partition(" | ")[0].partition(" < ")[0]
-
-
-def library_of(place: str) -> str:
-    """The library, other than torch, called by the line; or ""."""
-    return place.partition(" | ")[2]
-
-
-def source_of(place: str, sources: dict[str, str]) -> str:
-    return sources.get(place.partition(" ")[0], "")
-
-
-def waits_for_loader(place: str) -> bool:
-    """Whether the loop waits there for loader processes."""
-    return function_of(place) == ("data.py", "loader") or library_of(place) in LOADER_WAITS
+    LIBRARY: other than torch, called by the line; or "".
+    """
+    own, _, library = place.partition(" | ")
+    where, _, function = own.partition(" < ")[0].rpartition(" ")
+    return where, function, library
 
 
 def by_function(places) -> Iterable[list[str]]:
     """The places of each function, without those without a name and waits for the loader."""
     functions = {}
     for place in places:
-        if place != OTHERS and not waits_for_loader(place):
-            functions.setdefault(function_of(place), []).append(place)
+        where, name, library = parts_of(place)
+        function = where.rpartition(":")[0], name
+        waits = function == ("data.py", "loader") or library in LOADER_WAITS
+        if place != OTHERS and not waits:
+            functions.setdefault(function, []).append(place)
     return functions.values()
 
 

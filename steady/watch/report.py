@@ -60,16 +60,15 @@ def waits_for_lines(history: History) -> bool:
         found.until is None and not is_certain(found) for found in slowdown(history))
 
 
-def report(run_dir: Path, also=lambda row: None) -> dict:
+def report(run_dir: Path) -> dict:
     """Findings, anomalies, seconds by phase, figures, a verdict: in one pass over the rows.
 
-    also: called with each row. Raises OSError if there is no metrics.jsonl.
+    Raises OSError if there is no metrics.jsonl.
     """
     history, figures, seconds = History(), {}, dict.fromkeys(KINDS, 0.0)
     happened = {kind: [] for kind in ("hang", "trace", "anomaly")}
     newest, logs, every, logged = 0, 0, 1, math.inf
     for _, row in read_rows(run_dir / "metrics.jsonl"):
-        also(row)
         history.append(row)
         newest = max(newest, row["step"])
         figures |= {name: row[name] for name in FIGURES if name in row}

@@ -36,10 +36,10 @@ LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
 HERE = str(Path(__file__).parent)
 ROOT = Path(__file__).parents[2]
-TORCH = tuple(str(Path(module.__file__).parent) for module in (torch, np))
+TORCH, NUMPY = (str(Path(module.__file__).parent) for module in (torch, np))
 # code without a file of its own, and the compiler's, as in torch._inductor.runtime.cache_dir_utils
 COMPILED = "<", os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor")
-FOREIGN = (*TORCH, HERE, str(ROOT / "monitor.py"), *COMPILED)
+NAMELESS = (TORCH, HERE, str(ROOT / "monitor.py"), *COMPILED)
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -106,7 +106,7 @@ class Sampler:
 
     def read(self, step: int) -> dict[str, dict]:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
-        {} after few looks. A place: as in lines.own_part.
+        {} after few looks. A place: as in lines.parts_of.
         """
         if self.counts.total() < LEAST:
             return {}
@@ -147,12 +147,12 @@ def innermost(frame):
 def worth_naming(file: str) -> bool:
     """Whether it belongs neither to torch nor to the standard library."""
     library = file.startswith(LIBRARY) and "-packages" not in file
-    return not (library or file.startswith(FOREIGN))
+    return not (library or file.startswith((NUMPY, *NAMELESS)))
 
 
 def library_name(file: str) -> str:
     """json, numpy, …; "" for torch, compiled code, and the monitor itself."""
-    if file.startswith((TORCH[0], HERE, *COMPILED)):
+    if file.startswith(NAMELESS):
         return ""
     inside = file.rpartition("-packages/")[2].removeprefix(LIBRARY)
     return Path(inside.lstrip("/").partition("/")[0]).stem

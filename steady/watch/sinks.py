@@ -35,7 +35,7 @@ class Sinks:
         if tensorboard:
             folder = out_dir / "tensorboard" if tensorboard is True else tensorboard
             self.open["TensorBoard"] = TensorBoard(folder, start_step + 1, flush_secs)
-        if tracker:
+        if tracker and "metrics.jsonl" in self.open:  # its process reads it
             self.open["tracker"] = wandb_sink.start(out_dir, *tracker)
 
     def write(self, step: int, row: dict):

@@ -12,9 +12,9 @@ import statistics
 import numpy as np
 
 from steady.watch.findings import Finding
-from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import by_function, function_of, library_of, own_part, source_of
-from steady.watch.slower import COMPUTE, WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
+from steady.watch.history import COMPUTE, OUTSIDE_PHASES, STEP_PHASES, History
+from steady.watch.lines import by_function, parts_of
+from steady.watch.slower import WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
 
 LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 64
 LEAST_LOOKS = 40  # of the sampler, to name lines
@@ -62,7 +62,8 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     # in a GPU's compute phases the host waits for kernels that have to run in any case
     phases = HOST_PHASES if "memory/allocated_gb" in mean else (*STEP_PHASES, "logging")
     # in a loop without phases, or with names of its own, "other" is the model's
-    host = HOST_PHASES if ms["other"] < 2 * (ms["forward"] + ms["backward"]) else HOST_PHASES[:2]
+    models = "own_phases" in history.about or ms["other"] >= 2 * (ms["forward"] + ms["backward"])
+    host = HOST_PHASES[:2] if models else HOST_PHASES
     for phase in mean["profile"].keys() & {*phases}:
         take_lines(left, phase, mean["profile"][phase], history.sources, phase in host)
     take_rank(left, mean, rows)
@@ -104,18 +105,20 @@ def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str,
                               if host or advice_for(place, sources)):
         looks, place = sum(lines[place] for place in places), max(places, key=lines.get)
         if looks > 2:
+            where, function, _ = parts_of(place)
             advice = advice_for(place, sources) or ADVICE[phase]
             left.take("line", looks * ms_of_a_look, [phase], advice=advice, phase=phase,
-                      line=own_part(place), source=source_of(place, sources))
+                      line=f"{where} {function}", source=sources.get(where, ""))
 
 
 def advice_for(place: str, sources: dict[str, str]) -> str:
     """The remedy for a line avoidable in any phase; "" for a line that may be the model's."""
-    text, (_, function) = source_of(place, sources), function_of(place)
+    where, function, library = parts_of(place)
+    text = sources.get(where, "")
     for pattern, advice in AVOIDABLE:
         if re.search(pattern, text):
             return advice
-    if library := library_of(place):
+    if library:
         return f"{library} runs on the host: use torch, or do it once"
     loop = re.search("<(?!module>|lambda>)", function)  # <genexpr>, <listcomp>, …
     model = re.search(r"\b(torch|self|F|nn)\.", text)  # [expert(x) for expert in self.experts]

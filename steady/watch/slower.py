@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from steady.watch.findings import OF_MACHINE, Finding
-from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import add_profiles, longer_lines, source_of
+from steady.watch.history import COMPUTE, OUTSIDE_PHASES, STEP_PHASES, History
+from steady.watch.lines import add_profiles, longer_lines, parts_of
 
 COMMON = "all phases"
-COMPUTE = ("forward", "backward", "optimizer")
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")
 STEP_COLUMNS = [f"perf/{name}_ms" for name in ("step", *STEP_PHASES)]
 # ends of the names of measurements; the rest are counts and sizes
@@ -377,7 +376,7 @@ def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[st
         for ms, error, place in longer_lines(phase_ms, looks, factor):
             if ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error:
                 left.take("line", ms, [phase], line=place, error=error, phase=phase,
-                          source=source_of(place, sources))
+                          source=sources.get(parts_of(place)[0], ""))
 
 
 def take_waits(left: Left, old: dict, new: dict, shared: float):

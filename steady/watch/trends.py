@@ -141,7 +141,7 @@ def runs_out(history: History) -> list[Finding]:
         if len(values) < SAMPLES:
             continue
         if name == "device memory":  # a step needs more than stays between steps
-            room -= max(0.0, history.rows[-1].get("memory/peak_gb", 0.0) - values[-1])
+            room -= max(0.0, history.last("memory/peak_gb") - values[-1])
         values, room = values - values[0], room - values[0]
         growth = trend(x, values, room)
         if growth and growth[2] < (about.get("last_step") or 0):

@@ -29,7 +29,7 @@ import numpy as np
 
 from steady.tokens.files import write_tokens
 from steady.watch.history import History
-from steady.watch.lines import own_part
+from steady.watch.lines import parts_of
 from steady.watch.slower import slowdown
 from tests.bench.common import Figure
 from tests.conftest import ROOT
@@ -181,7 +181,7 @@ def score(o: dict, events) -> dict:
         if not o["line"]:
             return o["kind"] == "backward" and dict(line.values)["phase"] == "backward"
         file, first, last, function = o["line"]
-        place, _, of = own_part(line.line).rpartition(" ")
+        place, of, _ = parts_of(line.line)
         name, _, number = place.rpartition(":")
         same = (file.endswith(name) or name.endswith(file)) and of.endswith(function)
         return same and first <= int(number) <= last + 1
@@ -229,7 +229,7 @@ def diagnosed(rows: list[dict]) -> list:
     return [found for found in slowdown(History(rows)) if found.phase == "step"]
 
 
-NOT_NEEDED = ("perf/tokens_per_second", "perf/data_fraction",
+NOT_NEEDED = ("perf/tokens_per_second", "perf/data_fraction", "perf/compute_fraction",
               "perf/step_ms_p95", "perf/mfu")
 
 

@@ -69,13 +69,11 @@ function drawGoodput(block, run) {
   if (!total) return;
   const share = s => `${(100 * s / total).toFixed(1)} %`;
   const bar = add(block, "div", "", {className: "bar"});
+  const key = add(block, "p", duration(total), {className: "soft"});
   for (const [kind, s] of parts) {
     const part = add(bar, "i", "", {className: kind, title: `${kind}: ${duration(s)}, ${share(s)}`});
     part.style.flexGrow = s / total;
     part.style.backgroundColor = COLOURS[kind];
-  }
-  const key = add(block, "p", duration(total), {className: "soft"});
-  for (const [kind, s] of parts) {
     add(key, "span", " ■ ").style.color = COLOURS[kind];
     add(key, "span", `${kind} ${share(s)}`);
   }
