@@ -108,12 +108,6 @@ class Host:
             f"netns {self.inside.holder.pid} && ip link set {self.port} master switch up")
         self.call(f"ip address add {self.address}/24 dev eth0 && ip link set eth0 up")
 
-    def lose(self, share: float):
-        """Drop that share of the packets in both directions. Needs iptables."""
-        for chain in ("INPUT -i", "OUTPUT -o"):
-            self.call(f"iptables-legacy -A {chain} eth0 -m statistic --mode random "
-                      f"--probability {share} -j DROP")
-
     def link(self, up: bool):
         self.switch.call(f"ip link set {self.port} {'up' if up else 'down'}")
 
