@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, column, free_port, in_clone, tiny_config
+from conftest import ROOT, TINY, assert_same_end, column, free_port, in_clone, poison, tiny_config
 from test_readme import HACKING, RECIPES, WITH_PAIRS, apply, blocks, copy_files
 
 import model
@@ -27,6 +27,8 @@ from tools import generate, prepare
 
 FLAGS = [*TINY, "--max_steps", "30", "--save_interval", "10", "--eval_interval", "15",
          "--sample_interval", "0"]
+GUARDED = [*TINY, "--log_interval", 2, "--save_interval", 4, "--eval_interval", 6,
+           "--max_nonfinite", 2, "--skip_spikes", 6, "--sample_interval", 0]
 
 LION = '''    return [Lion([dict(params=list(trained.values()), lr_scale=0.1)])]
 
@@ -339,3 +341,29 @@ def test_a_fork_trains_and_resumes_bit_for_bit(tmp_path, corpus, name):
             for out in ("whole", "killed")]
     for part in ("model", "optimizers"):
         assert compare(ends[0][part], ends[1][part])[1] == []
+
+
+def unwatched(clone: Path, *flags, before=lambda: None) -> str:
+    """What train.py prints without the monitor: the guard does not hang on it."""
+    process = in_clone(clone, [*GUARDED, *flags], before)
+    assert process.code() == 0, process.text()
+    return process.text()
+
+
+def test_without_the_monitor_it_trains_saves_and_resumes(tmp_path, run, corpus):
+    clone = copy_files(tmp_path / "clone")
+    fork("no monitor", clone)
+    assert "monitor" not in (clone / "train.py").read_text()
+    flags = ["--data", corpus, "--out_dir", "bare", "--json"]
+    told = json.loads(unwatched(clone, *flags).splitlines()[-1])
+    assert told["train_loss"] is None and told["checkpoint"].endswith("step_00000012.pt")
+    assert " values same" in unwatched(clone, "--data", corpus, "--verify_resume", 3)
+    run(*GUARDED, "--out_dir", clone / "watched")
+    assert_same_end(clone / "bare", clone / "watched")
+
+    flags = ["--data", corpus, "--out_dir", "r", "--on_nonfinite", "rollback", "--log_interval", 1]
+    told = unwatched(clone, *flags, before=lambda: poison(40, 56))  # of steps 6 and 7
+    assert "; rolled back to " in told
+    end = Checkpoint(clone / "r/checkpoints/step_00000012.pt").state()
+    assert all(tensor.isfinite().all() for tensor in end["model"].values())
+    assert len(end["rollbacks"]) == 1 and int(end["nonfinite"]) == 0
