@@ -43,8 +43,7 @@ EVALUATION = {PHASE: 1, "to pageable host steady/models/evaluation.py row": 1,
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
           "to host train.py sample": 1, "to pageable host train.py sample": 1}
 SAVE = {PHASE: 1}  # and copies to page-locked memory, which the next update waits for
-COPY_ENDS = {"synchronize steady/checkpoints/writer.py finish_copy": 1}
-SAVED = COPY_ENDS
+SAVED = {"synchronize steady/checkpoints/writer.py finish_copy": 1}  # its copy has ended
 COPIED = "to host steady/checkpoints/writer.py copy_to_host"
 # torch 2.15's _foreach_norm copies where the partial sums of each tensor begin from page-locked
 # memory, in the stream of its kernels: nothing waits for it.
@@ -134,13 +133,17 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
     ["--qk_norm", "--qkv_bias", "--tie_embeddings", "--monitoring", "full", "--num_workers", "2"],
     ["--deterministic", "--monitoring", "full", "--ema", "0.9"],
     ["--deterministic", "--optimizer", "adamw", "--attention", "efficient", "--precision", "fp16"],
+    ["--micro_batch_size", "2"],
+    ["--preset", "max_throughput"],
+    ["--preset", "low_memory"],
 ], ids=" ".join)
 def test_an_ordinary_step_waits_for_nothing(go, flags):
     _, steps = go(*flags)
     logs = [1, 4, 8]
     for step in logs if "--skip_spikes" in flags else ():
         steps[step] = without(steps[step], SPIKES)
-    check(steps, logs)
+    micro_batches = 4 if "--micro_batch_size" in flags else 8 if "low_memory" in flags else 1
+    check(steps, logs, micro_batches)
     assert sorted(steps) == list(range(13))
 
 
@@ -160,11 +163,6 @@ def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
     assert list(found["outcomes"]) == ["checks", "peaks"]
     what = {figure["what"]: figure["ratios"][0] for figure in found["figures"]}
     assert "product of matrices" in what and what.get("checks: pytest -m gpu", 0) == 0
-
-
-def test_accumulation(go):
-    _, steps = go("--micro_batch_size", "2")
-    check(steps, logs=[1, 4, 8], micro_batches=4)
 
 
 def ask_in_each_step():
@@ -271,12 +269,6 @@ def test_a_mixture(go, corpus):
     check(steps, logs=[1, 4, 8], tensors=2)  # tokens, and which dataset
 
 
-@pytest.mark.parametrize("preset", ["max_throughput", "low_memory"])
-def test_presets(go, preset):
-    _, steps = go("--preset", preset)
-    check(steps, logs=[1, 4, 8], micro_batches=8 if preset == "low_memory" else 1)
-
-
 @pytest.mark.parametrize("flags", [
     ["--model", "gpt2-124m", "--batch_size", "16", "--micro_batch_size", "8"],
     ["--model", "350m", "--batch_size", "2", "--activation_checkpointing", "full"],
@@ -315,8 +307,8 @@ def test_averages(go, tmp_path):
     assert saved[0] == 2 * saved[1]  # before the evaluation, and the new best
     assert found[2] == {BATCH: 1}
     # the averages take the place of the weights once these are copied
-    assert found[3] == total({BATCH: 1, PAGEABLE_BATCH: 4}, SAVE, COPY_ENDS, EVALUATION, SAVE)
-    assert found[5] == total({BATCH: 1}, SAVE, COPY_ENDS, {COPIED: saved[1]}, SAMPLE)
+    assert found[3] == total({BATCH: 1, PAGEABLE_BATCH: 4}, SAVE, SAVED, EVALUATION, SAVE)
+    assert found[5] == total({BATCH: 1}, SAVE, SAVED, {COPIED: saved[1]}, SAMPLE)
     assert found[7] == total({BATCH: 1}, SAVE)
     go(*flags, "--auto-resume", "--max_steps", "14")
 
