@@ -14,6 +14,7 @@ from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import OTHERS, longer_lines
 from steady.watch.report import news
 from steady.watch.slower import LINE_SURE, slowdown
+from tests.bench.diagnosis import RESULTS, diagnosed, kept, score
 
 SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "other": 0.05}
 STEP_MS, EVERY, PLANTED = 25.0, 20, 60  # ms; steps between logs; the log after which it is planted
@@ -27,8 +28,8 @@ def wobble(rng, logs: int, size: float) -> np.ndarray:
     return np.exp(np.clip(walk, -size, size))
 
 
-def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, creeps=False,
-         factor=1.0, probes=True, more=lambda late: {}):
+def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, factor=1.0,
+         probes=True, more=lambda late: {}):
     """Rows: from log PLANTED on `phase` takes `share` of a step more and all of them `factor`."""
     rng, rows = np.random.default_rng(seed), []
     machine_is = wobble(rng, logs, wobbles)
@@ -37,9 +38,8 @@ def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, creep
         slower = machine_is[i] * (factor if late else 1.0)
         ms = {name: STEP_MS * part * slower * rng.lognormal(0, noise)
               for name, part in SHARES.items()}
-        grown = (i - PLANTED + 1) / (logs - PLANTED) if creeps else 1.0
         if phase and late:
-            ms[phase] += STEP_MS * share * grown
+            ms[phase] += STEP_MS * share
         total = sum(ms.values())
         row = {f"perf/{name}_ms": value for name, value in ms.items()}
         row |= dict.fromkeys((f"perf/{name}_ms" for name in OUTSIDE_PHASES), 0.0)
@@ -358,3 +358,16 @@ def test_of_a_function_the_line_that_has_grown_is_named():
         assert ms == pytest.approx(17.5 - factor * 7.0)
     ((ms, error, _),) = longer_lines([0.1, 5.0], ({}, {"data.py:5 augment": 3}), 1.0)
     assert ms < LINE_SURE * error  # three looks are too few
+
+
+def test_real_runs_are_diagnosed_as_well_as_ever():
+    """Runs in which something was planted, kept with the answer by `tests.bench diagnosis`."""
+    runs = kept(RESULTS)
+    assert {run["threads"] for run in runs} == {0, 1, 2}
+    assert len({run["kind"] for run in runs}) >= 15
+    scores = [score(run, diagnosed(run["rows"])) for run in runs]
+    for name, least in (("found", 0.94), ("since", 0.98), ("named", 0.86), ("blame", 0.97),
+                        ("not the program", 1.0), ("quiet", 0.75), ("no wrong line", 0.99),
+                        ("no wrong cause", 0.95)):
+        values = [each[name] for each in scores if name in each]
+        assert sum(values) >= least * len(values), name
