@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY, TRAIN, column, wait_for
+from conftest import ROOT, TINY, TRAIN, column, saved, wait_for
 from hosts import available, hosts, torchrun
-from test_parallel import assert_equal_runs, newest
+from test_parallel import assert_equal_runs
 
 FLAGS = [*TINY, "--log_interval", 1, "--save_interval", 4]
 
@@ -80,7 +80,7 @@ def assert_same_end(one, other):
     assert len(found) >= len(expected) - 1
     for step, loss in found.items():
         assert loss == pytest.approx(expected[step], rel=1e-5), step
-    expected, found = newest(one), newest(other)
+    expected, found = saved(one), saved(other)
     assert (found["step"], found["position"]) == (expected["step"], expected["position"])
     for name, tensor in expected["model"].items():
         assert torch.allclose(tensor, found["model"][name], rtol=0, atol=1e-4), name

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, after_updates, column, poison, processes, rows
+from conftest import TINY, after_updates, column, poison, processes, rows, saved
 from torch import nn
 
 import config
 import train
 from model import Transformer
-from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, compare, list_checkpoints
+from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.options import ConfigError
 from steady.ranks import muon, parallel
 from steady.tokens.files import IGNORE, write_tokens
@@ -26,10 +26,6 @@ FLAGS = ["--precision", "fp32", "--max_steps", "6", "--warmup_steps", "2", "--lo
 EXACT = [*FLAGS, "--grad_clip", "0"]
 
 
-def newest(run_dir):
-    return list_checkpoints(run_dir / "checkpoints")[-1].state()
-
-
 def assert_equal_columns(one, other, names, rel):
     for name in names:
         assert column(other, name) == pytest.approx(column(one, name), rel=rel, abs=0), name
@@ -37,7 +33,7 @@ def assert_equal_columns(one, other, names, rel):
 
 def assert_equal_runs(one, other, rel=0.0):
     assert_equal_columns(one, other, ("train/loss", "val/loss"), rel)
-    one, other = newest(one), newest(other)
+    one, other = saved(one), saved(other)
     if rel:
         for name, tensor in one["model"].items():
             assert torch.allclose(tensor, other["model"][name], rtol=0, atol=10 * rel), name
@@ -116,7 +112,7 @@ def test_a_run_goes_on_with_other_ranks_sharded_otherwise(run, tmp_path):
     names = [path.name for path in list_checkpoints(tmp_path / "moved" / "checkpoints")]
     assert names == ["step_00000006", "step_00000008.pt", "step_00000010.pt"]
     assert_equal_columns(tmp_path / "whole", tmp_path / "moved", ["train/loss"], rel=1e-5)
-    one, other = newest(tmp_path / "whole"), newest(tmp_path / "moved")
+    one, other = saved(tmp_path / "whole"), saved(tmp_path / "moved")
     assert one["position"] == other["position"] and one["tokens"] == other["tokens"]
 
 
@@ -157,7 +153,7 @@ def test_a_batch_that_ranks_do_not_divide_goes_on_as_one_process(run, corpus, tm
     assert column(tmp_path / "one", "train/loss/other")
     # of the last micro-batches alone, but without dummy rows
     assert_equal_columns(tmp_path / "one", tmp_path / "many", ["health/output_entropy"], rel=0.1)
-    one, many = newest(tmp_path / "one"), newest(tmp_path / "many")
+    one, many = saved(tmp_path / "one"), saved(tmp_path / "many")
     assert one["position"] == many["position"] and one["tokens"] == many["tokens"]
 
 
@@ -201,9 +197,9 @@ def test_the_loss_is_divided_by_the_targets_counted(run, tmp_path, monkeypatch):
         assert_equal_columns(tmp_path / "one", tmp_path / name, ["train/loss", "train/grad_norm"],
                              rel=1e-5)
     assert column(tmp_path / "one", "train/loss")[1] == pytest.approx(math.log(257), abs=0.1)
-    last, first = newest(tmp_path / "one"), tmp_path / "one/checkpoints/step_00000006.pt"
+    last, first = saved(tmp_path / "one"), tmp_path / "one/checkpoints/step_00000006.pt"
     run("--out_dir", "one", "--resume", first, bare=True)
-    assert compare(last["model"], newest(tmp_path / "one")["model"])[1] == []
+    assert compare(last["model"], saved(tmp_path / "one")["model"])[1] == []
     row = [row for row in rows(tmp_path / "ddp") if "perf/step_ms" in row][-1]
     assert row["perf/tokens_per_second"] * row["perf/step_ms"] / 1e3 == pytest.approx(8 * 16)
 
@@ -219,7 +215,7 @@ def test_after_a_non_finite_step_all_ranks_do_the_same(run, tmp_path, flags, rol
         found = [row for row in rows(tmp_path / way) if "anomaly" in row]
         named = [] if rollbacks else [3]  # a rollback takes its rows back, too
         assert [row["step"] for row in found] == named
-    expected, found = newest(tmp_path / "ddp"), newest(tmp_path / "zero3")
+    expected, found = saved(tmp_path / "ddp"), saved(tmp_path / "zero3")
     assert found["rollbacks"] == expected["rollbacks"] == rollbacks
     assert compare(expected["model"], found["model"])[1] == []
 
@@ -341,7 +337,7 @@ def test_an_error_on_one_rank_loses_no_step(run, tmp_path, unlucky):
     assert "saved the last completed step, 4" in told
     assert "step_00000004 at step 4" in run(*flags, "--auto_resume", ranks=2)
     run(*flags, "--out_dir", "whole", ranks=2)
-    assert compare(newest(tmp_path / "whole")["model"], newest(tmp_path / "r")["model"])[1] == []
+    assert compare(saved(tmp_path / "whole")["model"], saved(tmp_path / "r")["model"])[1] == []
 
 
 @pytest.mark.slow
@@ -394,7 +390,7 @@ def test_ranks_with_the_same_weights_share_muons_work(run, tmp_path, ranks):
             muon.LARGE, muon.Muon.orthogonalize = least, orthogonalize
 
         run(*flags, "--out_dir", f"r{least}", ranks=ranks, hook=hook)
-        ends.append(checkpoint_at(tmp_path / f"r{least}/checkpoints", 4).state())
+        ends.append(saved(tmp_path / f"r{least}", 4))
         done[least] = sum(map(int, (tmp_path / f"done-{least}").read_text().split()))
     for part in ("model", "optimizers"):
         assert compare(ends[0][part], ends[1][part])[1] == []

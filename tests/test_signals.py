@@ -24,7 +24,7 @@ from conftest import (
     until,
     wait_for,
 )
-from test_watchdog import at_step, hang_of
+from test_watchdog import at_step, hang_of, stuck
 
 import data
 import train
@@ -153,20 +153,7 @@ def test_a_signal_in_the_last_upload_ends_it(run, tmp_path):
 # --- a training thread that is stuck ---------------------------------------------------------
 
 
-def stuck(kind: str):
-    Path("stuck").touch()
-    if kind == "sleep":
-        time.sleep(1000)
-    if kind == "fifo":
-        os.mkfifo("fifo")
-        open("fifo", "w")
-    if kind == "C":  # a call that no signal interrupts, and that does not hold Python's lock
-        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-        libc.pthread_mutex_lock(mutex)
-        libc.pthread_mutex_lock(mutex)
-
-
-@pytest.mark.parametrize("kind", ["sleep", "fifo", "C"])
+@pytest.mark.parametrize("kind", ["sleep", "file", "C"])
 def test_the_first_ctrl_c_is_answered_before_the_step_ends(corpus, tmp_path, kind):
     process = Process(tmp_path, [*TINY, "--data", corpus, *LONG],
                       lambda: at_step(7, lambda: stuck(kind)))

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import column
+from conftest import column, saved
 
 import train
 from steady.checkpoints.checkpoint import checkpoint_at, compare
@@ -49,13 +49,9 @@ def plant(monkeypatch):
     return plant
 
 
-def state(run_dir, step: int) -> dict:
-    return checkpoint_at(run_dir / "checkpoints", step).state()
-
-
 def skipped(run_dir, last: int) -> list[int]:
     """The steps that changed neither weights nor optimizer state, on any rank."""
-    states = [state(run_dir, step) for step in range(1, last + 1)]
+    states = [saved(run_dir, step) for step in range(1, last + 1)]
     held = [[each["model"], [o["state"] for o in each["optimizers"]]] for each in states]
     return [step for step, (a, b) in enumerate(pairwise(held), 2) if not compare(a, b)[1]]
 
@@ -76,7 +72,7 @@ def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, how,
     plant(25, how=how)
     output = run("--out_dir", "r", *FLAGS, *flags, "--save_interval", 1)
     assert skipped(tmp_path / "r", 30) == [25]
-    scales = {state(tmp_path / "r", step)["scaler"].get("scale") for step in (1, 30)}
+    scales = {saved(tmp_path / "r", step)["scaler"].get("scale") for step in (1, 30)}
     assert len(scales) == 1  # fp16's
     counts = column(tmp_path / "r", "health/skipped_spikes")
     assert counts == {1: 0, 5: 0, 10: 0, 15: 0, 20: 0, 25: 1, 30: 0}
@@ -91,7 +87,7 @@ def test_an_ordinary_run_skips_nothing(run, tmp_path):
     run("--out_dir", "on", *flags, "--skip_spikes", 6)
     run("--out_dir", "off", *flags)
     assert set(column(tmp_path / "on", "health/skipped_spikes").values()) == {0}
-    on, off = (state(tmp_path / name, 90) for name in ("on", "off"))
+    on, off = (saved(tmp_path / name, 90) for name in ("on", "off"))
     assert compare(on["model"], off["model"])[1] == [] and off["spikes"] is None
 
 
@@ -103,14 +99,14 @@ def test_a_resume_amid_spikes_is_exact(run, tmp_path, plant):
     assert column(tmp_path / "whole", "health/skipped_spikes")[25] == 3
     middle = checkpoint_at(tmp_path / "whole/checkpoints", 22)
     run("--resume", middle, "--out_dir", "resumed", *FLAGS, "--save_interval", 30)
-    one, two = (state(tmp_path / name, 30) for name in ("whole", "resumed"))
+    one, two = (saved(tmp_path / name, 30) for name in ("whole", "resumed"))
     for key in ("model", "optimizers", "spikes"):
         assert compare(one[key], two[key], key)[1] == []
     plant(25, 26, how=lambda losses: losses * next(left, 1.0))
     output = run("--out_dir", "back", *FLAGS, "--on_nonfinite", "rollback", "--max_nonfinite", 2,
                  "--save_interval", 10, "--log_interval", 2)
     assert output.count("; rolled back to ") == 1
-    assert int(state(tmp_path / "back", 30)["spikes"].isfinite().all(1).sum()) == 30
+    assert int(saved(tmp_path / "back", 30)["spikes"].isfinite().all(1).sum()) == 30
 
 
 @pytest.mark.slow

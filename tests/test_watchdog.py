@@ -1,11 +1,13 @@
 """Nothing hangs in silence: who is stuck, where, since when. And do the ranks hold the same?"""
 
+import ctypes
 import os
 import re
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -181,6 +183,7 @@ def test_a_process_alone_is_warned_once_and_goes_on(corpus, tmp_path):
 
 
 def stuck(kind: str):
+    Path("stuck").touch()
     if kind == "sleep":
         time.sleep(1000)
     if kind == "file":
@@ -190,6 +193,10 @@ def stuck(kind: str):
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "no answer":  # the regular expression engine keeps Python's lock
         re.match("(a+)+$", "a" * 60 + "b")
+    if kind == "C":  # a call that no signal interrupts, and that does not hold Python's lock
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
 
 
 def die(rank: int):
