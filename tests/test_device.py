@@ -1,16 +1,21 @@
-"""Which device a run takes, and what is said about one that is not there. None of them is used."""
+"""Devices that are not there, and private parts of torch that a new one may take away."""
 
+import ast
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, tiny_config
+import torch.distributed as dist
+from conftest import ROOT, column, tiny_config
+from torch import nn
 
+from steady import private
 from steady.models import device as devices
 from steady.options import ConfigError
 from steady.ranks.ranks import gloo_group
+from steady.watch import machine
 
 
 @pytest.mark.parametrize("there, name, expected", [
@@ -57,3 +62,55 @@ def test_tiny_numbers_take_no_longer_on_any_thread(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment,
                           capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "0"
+
+
+# what torch documents in spite of its name, and what is not torch's
+ALLOWED = ("_foreach_", "_version", "_replace", "_exit", "_actions", "_option_string_actions",
+           "_step_supports", "_saved_")
+
+
+def test_private_names_of_torch_are_in_one_file():
+    files = [*ROOT.glob("*.py"), *(ROOT / "steady").rglob("*.py")]
+    for path in files:
+        if path.name == "private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "sys")
+                private_name = node.attr.startswith("_") and not node.attr.startswith("__")
+                assert own or not private_name or node.attr.startswith(ALLOWED), (path, node.attr)
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+                private_names = [name for name in names if "._" in f".{name}"]
+                assert set(private_names) <= {"__version__"}, (path, names)
+
+
+def test_ranks_train_without_what_is_private(run, tmp_path):
+    """ddp and zero3, with none of its functions for ranks and compilers."""
+    def hook(rank):
+        ddp, reducer = nn.parallel.DistributedDataParallel, dist.Reducer
+        del ddp._set_ddp_runtime_logging_sample_rate, torch._fused_sdp_choice
+        del reducer._push_all_rebuilt_params
+        torch.autograd.__dict__.pop("_profiler_enabled", None)
+
+    for way in ("ddp", "zero3"):
+        told = run("--max_steps", 3, "--parallel", way, "--out_dir", way, ranks=2, hook=hook)
+        assert "auto attention" in told
+        assert max(column(tmp_path / way, "train/loss")) == 3
+
+
+def test_one_process_goes_on_without_them(monkeypatch):
+    import torch._dynamo.utils
+
+    cpu = torch.device("cpu")
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    for name in ("auto", "math"):
+        found = devices.attention_backend(tiny_config(attention=name), cpu, torch.float32)
+        assert found == name
+    assert machine.compiler()
+    monkeypatch.setattr(torch._dynamo.utils, "counters", {})
+    assert machine.compiler() == {}
+    monkeypatch.delattr(torch._dynamo, "maybe_mark_dynamic")
+    private.mark_dynamic(torch.zeros(3), 0)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
+    private.compile_deterministically()
