@@ -69,7 +69,7 @@ def torchrun(folder, script, *flags, options) -> subprocess.Popen:
                                 stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def test_a_rank_that_fails_alone_says_why(corpus, tmp_path):
+def test_a_rank_that_fails_alone_says_why(run, corpus, tmp_path):
     """As on a second host that lacks the data; what all have in common is said once."""
     def hook(rank):
         if rank == 1:
@@ -83,9 +83,7 @@ def test_a_rank_that_fails_alone_says_why(corpus, tmp_path):
     group[0].kill(signal.SIGKILL)
     assert group[0].code() == -9
     assert "train.py: error: --data: not on this host\n" in group[1].text()
-    group = processes(tmp_path, 2, [*FLAGS, "--resume", "none"])
-    assert [process.code() for process in group] == [2, 2]
-    assert "".join(process.text() for process in group).count("--resume none: no such file") == 1
+    assert run("--resume", "none", ranks=2, expect=2).count("--resume none: no such file") == 1
 
 
 # Rank 1 waits for ever, and rank 0 for it, or also by itself; each leaves its process id.

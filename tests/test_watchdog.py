@@ -312,7 +312,7 @@ def test_which_rank_differs_in_what(size, bad, words, agreed):
     (0, 4, 8, 4, ["step_00000004.pt", "step_00000006.pt.set-aside"]),  # it writes the checkpoints
     (1, 1000, 12, 0, ["step_00000008.pt", "step_00000010.pt"]),  # the last step
 ])
-def test_a_replica_that_drifts_ends_the_run(corpus, tmp_path, drifts, every, step, agreed, kept):
+def test_a_replica_that_drifts_ends_the_run(run, tmp_path, drifts, every, step, agreed, kept):
     def hook(rank):
         def drift(run):
             if rank == drifts and run.progress.step == 5:
@@ -321,12 +321,9 @@ def test_a_replica_that_drifts_ends_the_run(corpus, tmp_path, drifts, every, ste
 
         after_updates(drift)
 
-    flags = [*TINY, "--data", corpus, *FLAGS, "--batch_size", "6", "--log_interval", "4",
-             "--save_interval", "2", "--keep_checkpoints", "2", "--check_replicas_interval", every,
-             "--max_steps", "12"]
-    group = processes(tmp_path, 3, flags, hook)
-    assert [process.code() for process in group] == [1, 1, 1]
-    text = group[0].text()
+    text = run(*FLAGS, "--batch_size", 6, "--log_interval", 4, "--save_interval", 2,
+               "--keep_checkpoints", 2, "--check_replicas_interval", every, "--max_steps", 12,
+               ranks=3, hook=hook, expect=1)
     assert f"failed: step {step}: the weights of rank {drifts} differ" in text
     assert "first in blocks.1" in text
     assert f"agreed at step {agreed}" in text and "Traceback" not in text
