@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import conftest
+
 TOOLS = "unshare", "nsenter", "setpriv", "ip", "tc", "mount", "hostname"
 PORT = 29400  # of the rendezvous
 
@@ -147,8 +148,7 @@ def hosts(count: int, private: Path | None = None) -> Iterator[list[Host]]:
 def environment(changes: dict | None = None) -> dict[str, str]:
     # With one store for all restarts (torch 2.13), the torchrun of a host that joins later waits in
     # vain for its address, and both end.
-    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0",
-            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+    return {**conftest.environment(), "GLOO_SOCKET_IFNAME": "eth0",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(changes or {})}
 
 
@@ -158,15 +158,15 @@ SHORT = dict(join_timeout=60, last_call_timeout=2, close_timeout=5, heartbeat_ti
 
 
 def torchrun(first: Host, host: Host, nproc: int, script, *, nnodes: str | int = 1,
-             max_restarts: int = 0, conf: dict | None = None) -> list[str]:
+             max_restarts: int = 0, more: list | tuple = ()) -> list[str]:
     """The command that runs `script`, a list of words, in nproc processes on `host`.
 
-    first: the host of the rendezvous. conf: changes of SHORT.
+    first: the host of the rendezvous. more: options of torchrun that replace others.
     """
-    options = {"is_host": int(host is first), **SHORT, **(conf or {})}
+    options = {"is_host": int(host is first), **SHORT}
     return [
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}",
         f"--nproc_per_node={nproc}", f"--max_restarts={max_restarts}", "--rdzv_backend=c10d",
         f"--rdzv_endpoint={first.name}:{PORT}", "--rdzv_id=steady", "--monitor_interval=0.1",
         "--rdzv_conf=" + ",".join(f"{name}={value}" for name, value in options.items()),
-        "--", *map(str, script)]
+        *map(str, more), "--", *map(str, script)]
