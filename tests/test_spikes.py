@@ -81,16 +81,6 @@ def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, how,
     assert "warning: step 25: spikes, the updates were skipped: step 25 (loss " in output
 
 
-@pytest.mark.slow
-def test_an_ordinary_run_skips_nothing(run, tmp_path):
-    flags = ["--max_steps", 90, "--save_interval", 90, "--eval_interval", 0]
-    run("--out_dir", "on", *flags, "--skip_spikes", 6)
-    run("--out_dir", "off", *flags)
-    assert set(column(tmp_path / "on", "health/skipped_spikes").values()) == {0}
-    on, off = (saved(tmp_path / name, 90) for name in ("on", "off"))
-    assert compare(on["model"], off["model"])[1] == [] and off["spikes"] is None
-
-
 def test_a_resume_amid_spikes_is_exact(run, tmp_path, plant):
     """Also a rollback: steps 25 and 26 are not finite at first."""
     left = iter((math.nan, math.nan))
