@@ -31,11 +31,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SETTINGS = {"steady": ([], {}), "spinning": (["-c", SPINNING], {}),
             "one thread": ([], {"OMP_NUM_THREADS": "1"})}
-SIZES = {  # flags, seconds of training
-    "default": ([], 6),
-    "default, compiled": (["--compile"], 6),
-    "gpt2-124m 2 x 256": (["--model", "gpt2-124m", "--batch_size", "2", "--seq_len", "256"], 20),
-}
+SIZES = {"default": [], "default, compiled": ["--compile"]}
 NEIGHBOURS = ["none", "1 before", "4 before", "1 later", "4 later", "a training"]
 FLAGS = ["--max_steps", "100000", "--warmup_steps", "1", "--eval_interval", "0", "--log_interval",
          "1", "--save_interval", "0", "--no_tensorboard", "--monitoring", "off"]
@@ -88,9 +84,9 @@ def step_ms(setting: tuple, flags: list[str], seconds: int, neighbours: str) -> 
 
 
 def main(options) -> list[Figure]:
-    figures = []
-    for size, (flags, seconds) in SIZES.items():
-        seconds, alone = 1 if options.quick else seconds, None
+    figures, seconds = [], 1 if options.quick else 6
+    for size, flags in SIZES.items():
+        alone = None
         rounds = 2 if size == "default" and not options.quick else 1
         for neighbours in NEIGHBOURS if size == "default" else ("none", "4 before", "a training"):
             found = in_turns({name: partial(step_ms, setting, flags, seconds, neighbours)
