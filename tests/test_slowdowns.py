@@ -8,7 +8,7 @@ import math
 
 import pytest
 from test_monitor import Clock, make, spend, step
-from test_slower import codes, quiet_row, value
+from test_slower import codes, row_of, value
 
 import data
 import monitor
@@ -275,7 +275,7 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, tool, monkeyp
 def test_a_throughput_is_not_lower_for_its_last_log(tmp_path):
     """Which is of the one step that is left, and had to wait."""
     ms = [10.0] * 20 + [40.0]
-    lines = [json.dumps(quiet_row(50 * i, x) | {"perf/tokens_per_second": 1e6 / x})
+    lines = [json.dumps(row_of(50 * i, forward=x) | {"perf/tokens_per_second": 1e6 / x})
              for i, x in enumerate(ms, start=1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert report(tmp_path)["figures"]["perf/tokens_per_second"] == pytest.approx(1e5)

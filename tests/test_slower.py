@@ -37,6 +37,14 @@ def wobble(rng, logs: int, size: float) -> np.ndarray:
     return np.exp(np.clip(walk, -size, size))
 
 
+def row_of(step: int, **ms) -> dict:
+    """Of a log: so many ms/step in these phases, and none in others."""
+    row = {f"perf/{name}_ms": ms.get(name, 0.0) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
+    total = sum(ms.get(name, 0.0) for name in STEP_PHASES)
+    return row | {"step": step, "perf/step_ms": total, "perf/step_ms_median": total,
+                  "perf/tflops": 1 / total}
+
+
 def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, factor=1.0,
          probes=True, more=lambda late: {}):
     """Rows: from log PLANTED on `phase` takes `share` of a step more and all of them `factor`."""
@@ -49,11 +57,7 @@ def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, facto
               for name, part in SHARES.items()}
         if phase and late:
             ms[phase] += STEP_MS * share
-        total = sum(ms.values())
-        row = {f"perf/{name}_ms": value for name, value in ms.items()}
-        row |= dict.fromkeys((f"perf/{name}_ms" for name in OUTSIDE_PHASES), 0.0)
-        row |= {"step": (i + 1) * EVERY, "perf/step_ms": total, "perf/step_ms_median": total,
-                "perf/tflops": 1 / total, "perf/cpu_queue_ms": 0.01, "perf/gc_ms": 0.0}
+        row = row_of((i + 1) * EVERY, **ms) | {"perf/cpu_queue_ms": 0.01, "perf/gc_ms": 0.0}
         if probes:
             row["machine/cpu_probe_us"] = 10 * slower * rng.lognormal(0, 0.01)
         rows.append(row | more(late))
@@ -266,17 +270,11 @@ def test_what_happened_once_does_not_make_all_steps_slower(column):
     assert event.side == "machine" and codes(event)[0] == "probe"
 
 
-def quiet_row(step: int, ms: float) -> dict:
-    row = dict.fromkeys((f"perf/{name}_ms" for name in (*STEP_PHASES, *OUTSIDE_PHASES)), 0.0)
-    return row | {"step": step, "perf/step_ms": ms, "perf/step_ms_median": ms,
-                  "perf/tflops": 1 / ms, "perf/forward_ms": ms}
-
-
 @pytest.mark.slow
 def test_two_rises_that_end_are_both_reported_to_have_ended():
     """10 ms, then 20, then 40, then 10 again: as where one cause came on top of another."""
     ms = [10.0] * 30 + [20.0] * 40 + [40.0] * 40 + [10.0] * 40
-    reported = live([quiet_row(50 * i, x) for i, x in enumerate(ms, start=1)])
+    reported = live([row_of(50 * i, forward=x) for i, x in enumerate(ms, start=1)])
     began = [found.since for _, found in reported if found.until is None]
     ended = [found.since for _, found in reported if found.until is not None]
     assert began == [1501, 3501] and sorted(ended) == began
@@ -289,7 +287,7 @@ def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
     """
     rows = []
     for n in range(50, 3001, 50):
-        row = quiet_row(n, 30.0)
+        row = row_of(n, forward=30.0)
         if 750 < n <= 1500:
             row |= {"perf/step_ms": 80.0, "perf/data_ms": 50.0, "perf/tflops": 1 / 80}
         rows.append(row)
@@ -303,7 +301,7 @@ def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     rows = []
     for n in range(50, 12001, 50):
         seconds = (n % 150 == 0) * (0.3 if n <= 6000 else 1.2)
-        rows.append(quiet_row(n, 10.0) | {"perf/checkpoint_ms": 1e3 * seconds / 50})
+        rows.append(row_of(n, forward=10.0) | {"perf/checkpoint_ms": 1e3 * seconds / 50})
     (event,) = detect(rows)
     assert event.phase == "checkpoint" and 6001 <= event.since <= 6151
     assert (event.of, event.ms) == (pytest.approx(2), pytest.approx(6))
@@ -381,14 +379,10 @@ def test_real_runs_are_diagnosed_as_well_as_ever():
 
 def rows_of(ms: dict, profile: dict | None = None, logs=20, every=20, **columns) -> list[dict]:
     """Logs of a constant run. ms: by phase. profile: {phase: {place: looks}} of each log."""
-    ms = {"data": 0.5, "forward": 8.0, "backward": 13.0, "optimizer": 3.0, "other": 0.5,
-          "logging": 0.0, "evaluation": 0.0, "checkpoint": 0.0} | ms
-    step = sum(x for name, x in ms.items() if name not in ("logging", "evaluation", "checkpoint"))
-    row = {f"perf/{name}_ms": x for name, x in ms.items()}
-    row |= {"perf/step_ms": step, "perf/step_ms_median": step, "perf/tokens_per_second": 1e6 / step}
+    ms = {"data": 0.5, "forward": 8.0, "backward": 13.0, "optimizer": 3.0, "other": 0.5} | ms
     usual = {"forward": {"model.py:5 forward < train.py:9 train": 4},
              "backward": {"train.py:10 train": 6}, "optimizer": {"train.py:11 train": 2}}
-    return [row | {"step": every * i, "profile": usual | (profile or {})} | columns
+    return [row_of(every * i, **ms) | {"profile": usual | (profile or {})} | columns
             for i in range(1, logs + 1)]
 
 
