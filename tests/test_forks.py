@@ -1,6 +1,6 @@
 """Nine forks that people make: each applied as text, trained, killed and resumed bit for bit.
 
-Nothing in a fork deals with checkpoints. `LINES` is what docs/hacking.md says of them.
+Nothing in a fork deals with checkpoints. How long they are is what docs/hacking.md says.
 """
 
 import json
