@@ -556,6 +556,7 @@ def test_no_signal_is_lost_that_comes_while_the_ranks_vote(number, asked):
         assert found[asked] or (stop.requested(), stop.save)[asked] == there, n
         return there
 
+    at_instruction(10**6)  # Python 3.12 counts instructions from the second call on
     assert sum(itertools.takewhile(bool, map(at_instruction, itertools.count()))) > 20
 
 

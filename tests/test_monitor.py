@@ -156,6 +156,9 @@ def test_time_adds_up_over_restarts_and_lost_steps_count_as_lost(tmp_path, monke
     # a second monitor in one process, as after a rollback: no time is counted twice
     assert process(4, 2, same_process=True) == {
         "start-up": 3.18, "forward": 0.15, "logging": 0.03, "lost": 0.1}
+    # a process that has made no checkpoint: its start is lost, too
+    assert process(4, 2) == {
+        "start-up": 3.18, "forward": 0.15, "logging": 0.03, "lost": 0.1 + 1.06 + 0.05}
 
 
 def test_a_run_whose_metrics_were_deleted_ends_as_any_other(tmp_path):
@@ -277,10 +280,17 @@ def test_what_other_loops_pass(tmp_path):
     assert set(column(tmp_path, "train/learning_rate").values()) == {0.5}
     assert sum(row["seconds"]["forward"] for row in rows(tmp_path) if "seconds" in row) < 150
     assert next(tmp_path.glob("metrics.jsonl.*")).read_text() == '{"epoch": 1}\n'
+    for first in (31, 32):  # a resume goes on counting
+        m = Monitor(tmp_path, log_interval=1)
+        m.step(first, tokens=5)
+        m.close()
+    tokens = column(tmp_path, "train/tokens")
+    assert tokens[32] == tokens[31] + 5
     m = Monitor(tmp_path / "never", log_interval=-1)
     m.step(1, loss=total)
     assert not m.losses and not column(tmp_path / "never", "train/loss")
     m.close()
+    Monitor(tmp_path / "metrics.jsonl/x", tracker=("wandb", {}), first_step=1).close()
 
 
 def test_odd_values_names_and_screens_do_not_stop_training(tmp_path, monkeypatch):

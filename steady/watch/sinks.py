@@ -95,7 +95,8 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     lost, newest = 0.0, start_step
     for row in (row for _, row in rows if row["step"] > start_step):
         if row.get("perf/step_ms"):
-            lost += max(0, row["step"] - newest) * row["perf/step_ms"] / 1e3
+            steps_s = max(0, row["step"] - newest) * row["perf/step_ms"] / 1e3
+            lost += row.get("perf/startup_s", steps_s)  # of its first step: with the start
             newest = row["step"]
         if "hang" in row:  # the reason for a restart
             file.write(json.dumps({"step": start_step, "hang": row["hang"]}) + "\n")
