@@ -34,13 +34,6 @@ def best(run_dir: Path) -> tuple[float, int]:
 # --- files of others are left alone ---
 
 
-def test_a_config_yaml_cannot_trust_remote_code(run, tmp_path):
-    run("--out_dir", "r", "--max_steps", 2)
-    with open(tmp_path / "r/config.yaml", "a") as file:
-        file.write("trust_remote_code: true\n")
-    assert "command line" in run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
-
-
 def test_overwrite_moves_the_old_run_and_deletes_nothing(run, tmp_path, monkeypatch):
     run("--out_dir", "r")
     (tmp_path / "r/notes.txt").write_text("mine")
@@ -91,26 +84,29 @@ def test_a_download_writes_only_the_files_of_a_run(run, tmp_path, monkeypatch):
 
 
 def test_an_evaluation_that_failed_is_made_up_for(run, tmp_path, monkeypatch):
-    flags = ["--eval_interval", 4, "--save_interval", 4]
-    run(*flags, "--out_dir", "whole")
+    """And the save has the trained weights, whose place the averages had taken."""
+    flags = ["--eval_interval", 4, "--ema", 0.5, "--out_dir"]
+    run(*flags, "whole", "--save_interval", 4)
     plain = train.eval_batches
 
-    for fails_at in (8, 12):  # in the middle of the run, and at its last step
+    for fails_at, save_interval in ((8, 4), (12, 0)):  # in the middle, and at the last step
         name = f"r{fails_at}"
         evaluations = iter(range(1, 10))
 
-        def batches(*args, at=fails_at // 4, calls=evaluations):
-            if next(calls) == at:
+        def batches(*args, at=fails_at // 2, calls=evaluations):
+            yield from plain(*args)
+            if next(calls) == at:  # the second of its step, with the averages
                 raise RuntimeError("broken data")
-            return plain(*args)
 
         monkeypatch.setattr(train, "eval_batches", batches)
-        output = run(*flags, "--out_dir", name, expect=1)
+        output = run(*flags, name, "--save_interval", save_interval, expect=1)
         assert f"saved the last completed step, {fails_at}" in output
         monkeypatch.setattr(train, "eval_batches", plain)
         run("--auto-resume", "--out_dir", name, bare=True)
-        assert column(tmp_path / name, "val/loss") == column(tmp_path / "whole", "val/loss")
+        for metric in ("val/loss", "val/loss_ema"):
+            assert column(tmp_path / name, metric) == column(tmp_path / "whole", metric)
         assert best(tmp_path / name) == best(tmp_path / "whole")
+        assert_same_end(tmp_path / name, tmp_path / "whole")
         assert "nothing to do" in run("--auto-resume", "--out_dir", name, bare=True)
 
 
@@ -225,19 +221,6 @@ def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(run, tmp_path):
                 expect=code)
     assert saved(tmp_path / "whole")["rollbacks"]
     assert_same_end(tmp_path / "whole", tmp_path / "killed", "rollbacks")
-
-
-# --- where a run begins ---
-
-
-def test_auto_resume_passes_over_folders_that_hold_no_run(run, corpus, tmp_path):
-    run("--max_steps", 4)
-    (tmp_path / "runs/20250101").mkdir()
-    (tmp_path / "runs/20250101/photo.jpg").touch()
-    output = run("--auto-resume", "--max_steps", 6, "--data", corpus, bare=True)
-    assert "resume  runs/001/" in output
-    assert list(column(tmp_path / "runs/001", "train/loss")) == [1, 4, 5, 6]
-    assert os.listdir(tmp_path / "runs/20250101") == ["photo.jpg"]
 
 
 # --- the screen is a sink like the others ---

@@ -14,9 +14,7 @@ from conftest import TINY, after_updates, assert_same_end, column, rows, saved, 
 import config
 import train
 from steady.checkpoints.run_dir import summary
-from steady.checkpoints.writer import Writer
 from steady.guard import deadline
-from steady.models.ema import Ema
 from steady.options import UNKNOWN
 from tools import generate
 
@@ -103,33 +101,6 @@ def test_averages_may_begin_later_and_end_earlier(run, tmp_path):
         torch.testing.assert_close(average, before[name].lerp(after["model"][name], 0.5))
     run("--auto_resume", "--out_dir", "r", "--ema", 0, "--max_steps", 14, bare=True)
     assert saved(tmp_path / "r", 14)["ema"] == {}
-
-
-def test_weights_are_back_after_an_evaluation_that_fails(run, tmp_path, monkeypatch):
-    """And the save of the last completed step has the trained ones."""
-    run("--ema", 0.5, "--eval_interval", 0, "--out_dir", "whole", "--save_interval", 6)
-    plain = train.Means.add
-
-    def add(self, name, *values):
-        if name == "val/loss_ema":
-            raise RuntimeError("of a fork")
-        plain(self, name, *values)
-
-    monkeypatch.setattr(train.Means, "add", add)
-    run("--ema", 0.5, "--eval_interval", 6, "--save_interval", 0, "--out_dir", "r", expect=1)
-    assert_same_end(tmp_path / "whole", tmp_path / "r", step=6)
-
-
-def test_averages_wait_for_a_checkpoint_that_is_copied_from_the_weights(run, monkeypatch):
-    """On CUDA it is copied up to the next update, and a sample may come before that."""
-    calls = []
-    for owner, name in ((Writer, "save"), (Writer, "finish_copy"), (Ema, "exchange")):
-        plain = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, plain=plain, name=name: (
-            calls.append(name), plain(*args))[1])
-    run("--ema", 0.9, "--save_interval", 4, "--sample_interval", 4, "--eval_interval", 0)
-    for save in (i for i, name in enumerate(calls) if name == "save"):
-        assert calls[save + 1] == "finish_copy"
 
 
 # --- the clock -------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from conftest import (
     wait_for,
     whole_sample,
 )
+from test_data import token_folder
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +42,7 @@ from steady.checkpoints.checkpoint import list_checkpoints
 from steady.checkpoints.state import Progress
 from steady.guard import memory
 from steady.models import device as devices
+from steady.models.ema import Ema
 from steady.ranks import parallel
 from steady.ranks.muon import POLAR, Muon
 from steady.tokens.files import TokenWriter
@@ -318,9 +320,7 @@ def test_bits_per_byte_of_a_mixture_are_of_the_bytes_that_were_evaluated(run, tm
 def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
     """A sample is 32 tokens; of a mixture, one epoch is as many samples as all of it has."""
     for name, n in (("a", 20), ("b", 5)):
-        (tmp_path / name).mkdir()
-        for split in ("train", "val"):
-            np.arange(32 * n + 1, dtype=np.uint16).tofile(tmp_path / name / f"{split}.bin")
+        token_folder(tmp_path, name, 32 * n + 1, 1000)
     flags = ["--data", *"ab", "--vocab_size", 1000, *TINY[: TINY.index("--max_steps")],
              "--precision", "fp32", "--epochs", 2, "--out_dir", "r"]
     run(*flags, bare=True)
@@ -358,8 +358,10 @@ def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, monkeypatch):
 
 
 def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatch):
-    """On CUDA the copy may still be under way when the save has returned: nothing is temporary."""
+    """On CUDA the copy may still be under way when the save has returned: nothing is temporary,
+    and averages wait for it before they take the place of the weights, here for a sample."""
     runs, saved, plain_set_up, plain_save = [], [], train.set_up, writer.Writer.save
+    calls = []
 
     def pointers(value) -> set[int]:
         if isinstance(value, torch.Tensor):
@@ -372,12 +374,19 @@ def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatc
         kept = [r.model.state_dict(), [dict(each.state) for each in r.optimizers], r.ema.tensors,
                 [r.guard.nonfinite, r.guard.spikes.window]]
         saved.append(pointers(state) - pointers(kept))
+        calls.append("save")
         plain_save(self, step, state, *how)
 
     monkeypatch.setattr(train, "set_up", lambda *a: runs.append(plain_set_up(*a)) or runs[-1])
     monkeypatch.setattr(writer.Writer, "save", save)
-    run("--save_interval", 4, "--skip_spikes", 6, "--ema", 0.9)
-    assert saved == [set()] * 4
+    for owner, name in ((writer.Writer, "finish_copy"), (Ema, "exchange")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, plain=plain, name=name: (
+            calls.append(name), plain(*args))[1])
+    run("--save_interval", 4, "--sample_interval", 4, "--skip_spikes", 6, "--ema", 0.9,
+        "--eval_interval", 6)
+    assert len(saved) > 3 and not set().union(*saved)
+    assert all(calls[i + 1] == "finish_copy" for i, name in enumerate(calls) if name == "save")
 
 
 class Syncs(TorchDispatchMode):
@@ -399,7 +408,7 @@ class Syncs(TorchDispatchMode):
 
 @pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--dropout", "0.1",
                                         "--micro_batch_size", "2", "--skip_spikes", "6"]])
-def test_an_ordinary_step_never_syncs_with_the_device(monkeypatch, tmp_path, corpus, flags):
+def test_an_ordinary_step_never_syncs_with_the_device(run, monkeypatch, flags):
     syncs, per_step, plain_check = Syncs(), [], train.Guard.check
     for name in ("tolist", "numpy", "cpu", "item", "__float__", "__bool__", "__int__"):
         plain = getattr(torch.Tensor, name)
@@ -417,9 +426,8 @@ def test_an_ordinary_step_never_syncs_with_the_device(monkeypatch, tmp_path, cor
         syncs.count.clear()
 
     monkeypatch.setattr(train.Guard, "check", check)
-    monkeypatch.chdir(tmp_path)
     with syncs:
-        train.main([*TINY, "--data", str(corpus), "--out_dir", "r", "--log_interval", "6", *flags])
+        run("--out_dir", "r", "--log_interval", 6, *flags)
     assert len(per_step) == 12
     # a log reads all its numbers at once, and those of the spikes; the counter counts
     assert per_step[5]["tolist"] == 1 + ("--skip_spikes" in flags)
@@ -429,8 +437,7 @@ def test_an_ordinary_step_never_syncs_with_the_device(monkeypatch, tmp_path, cor
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_ordinary_step_never_syncs_with_the_device_on_a_gpu(monkeypatch, tmp_path, corpus):
-    monkeypatch.chdir(tmp_path)
+def test_an_ordinary_step_never_syncs_with_the_device_on_a_gpu(run, monkeypatch):
     plain_check, plain_gather = train.Guard.check, train.Monitor.gather_values
 
     def check(self, step, ended=False):
@@ -443,8 +450,7 @@ def test_an_ordinary_step_never_syncs_with_the_device_on_a_gpu(monkeypatch, tmp_
 
     monkeypatch.setattr(train.Guard, "check", check)
     monkeypatch.setattr(train.Monitor, "gather_values", gather)  # until the check of that step
-    train.main([*TINY, "--data", str(corpus), "--out_dir", "r", "--device", "cuda",
-                "--log_interval", "6"])
+    run("--out_dir", "r", "--device", "cuda", "--log_interval", 6)
 
 
 def update(optimizers, parameters, clip):
@@ -643,7 +649,10 @@ def test_run_directories(run, tmp_path):
     assert (tmp_path / "runs/003/config.yaml").read_text() == before
     run("--out_dir", "runs/003", "--overwrite", "--max_steps", 3)
     assert [row["step"] for row in rows(tmp_path / "runs/003") if "train/loss" in row] == [1, 3]
+    (tmp_path / "runs/20250101").mkdir()  # no run
+    (tmp_path / "runs/20250101/photo.jpg").touch()
     assert "runs/003" in run("--auto-resume")  # the newest
+    assert os.listdir(tmp_path / "runs/20250101") == ["photo.jpg"]
     text = (tmp_path / "runs/001/config.yaml").read_text()
     assert "command:" in text and "torch:" in text and "commit:" in text
     run("--config", "runs/001/config.yaml", "--out_dir", "copy", bare=True)
