@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_huggingface import FAMILIES, SMALL, save_random
+from test_huggingface import FAMILIES, SMALL, ours_of, save_random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3Config,
@@ -23,12 +23,9 @@ from transformers import (
     T5Config,
 )
 
-import config
 from config import Config
-from model import Transformer
 from steady.models import foreign, huggingface
 from steady.options import ConfigError
-from steady.ranks.parallel import Shards
 from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
 
@@ -40,29 +37,11 @@ def change_json(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def load(folder):
-    cfg = huggingface.config_from_hf(Config(init_from=str(folder)))
-    if cfg.model == "transformers":
-        return foreign.HFModel(cfg)
-    model = Transformer(config.resolve(cfg))
-    huggingface.load_initial(model, str(folder), Shards())
-    return model
-
-
 def write_weights(file, tensors):
     save_file(tensors, file, metadata=dict(format="pt"))
 
 
 # --- weights ---
-
-
-def test_weights_in_torch_files_and_quantized_ones_are_refused(run, tmp_path):
-    save_random(tmp_path / "m", FAMILIES["qwen3"]())
-    (tmp_path / "m/model.safetensors").rename(tmp_path / "m/pytorch_model.bin")
-    told = run("--init_from", "m", bare=True, expect=2)
-    assert "expected its weights in m/model.safetensors" in told
-    change_json(tmp_path / "m/config.json", quantization_config=dict(quant_method="fp8"))
-    assert "quantized (fp8)" in run("--init_from", "m", bare=True, expect=2)
 
 
 @pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])
@@ -73,17 +52,17 @@ def test_tensors_without_a_place_are_refused(tmp_path, found):
     if found.model_type == "qwen3":  # of older programs, harmless
         frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
         write_weights(path, tensors | frequencies)
-        load(tmp_path)
+        ours_of(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight_scale_inv"
     write_weights(path, tensors | {name: torch.ones(1)})
     with pytest.raises(ConfigError, match=f"no place for {name}") as error:
-        load(tmp_path)
+        ours_of(tmp_path)
     assert str(error.value).count(tmp_path.name) == 1
     name = min(n for n in tensors if "norm" in n or "ln_" in n)
     del tensors[name]
     write_weights(path, tensors)
     with pytest.raises(ConfigError, match=f"has no .*{name.removeprefix('transformer.')}"):
-        load(tmp_path)
+        ours_of(tmp_path)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["ours", "foreign"])
@@ -93,32 +72,33 @@ def test_a_tied_head_of_its_own_is_refused_and_can_be_untied(tmp_path, biased):
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     write_weights(file, tensors)
-    load(tmp_path)  # as older programs save what is tied
+    ours_of(tmp_path)  # as older programs save what is tied
     tensors["lm_head.weight"][200, 3] += 1
     write_weights(file, tensors)
     with pytest.raises(ConfigError, match="tie_word_embeddings to false"):
-        load(tmp_path)
+        ours_of(tmp_path)
     change_json(tmp_path / "config.json", tie_word_embeddings=False)
-    assert torch.equal(load(tmp_path).head.weight[:257], tensors["lm_head.weight"])
+    assert torch.equal(ours_of(tmp_path).head.weight[:257], tensors["lm_head.weight"])
 
 
 def test_only_the_files_of_the_index_are_read(tmp_path):
     for folder, how in ((tmp_path / "one", {}), (tmp_path / "many", dict(max_shard_size="60KB"))):
         theirs = save_random(folder, FAMILIES["qwen3"](), **how)
         write_weights(folder / "z.safetensors", {"model.norm.weight": torch.zeros(64)})
-        assert torch.equal(load(folder).norm.weight, theirs.state_dict()["model.norm.weight"])
+        assert torch.equal(ours_of(folder).norm.weight, theirs.state_dict()["model.norm.weight"])
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"]
     for name in ("../z.safetensors", "none.safetensors"):
         change_json(index, weight_map=files | {"model.norm.weight": name})
         with pytest.raises(ConfigError, match=f"weights in .*/{name}"):
-            load(folder)
+            ours_of(folder)
 
 
 def test_sequences_longer_than_a_sliding_window(tmp_path):
     """They can be trained through transformers' own module."""
     shape = SMALL | dict(max_position_embeddings=64, sliding_window=16)
     theirs = save_random(tmp_path, MistralConfig(**shape))
+    assert huggingface.config_from_hf(Config(init_from=str(tmp_path))).seq_len == 16  # not 1,024
     cfg = Config(init_from=str(tmp_path), seq_len=64)
     with pytest.raises(ConfigError, match="has a context of 16.* --model transformers"):
         huggingface.config_from_hf(cfg)
@@ -248,18 +228,23 @@ def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
         foreign_model(tmp_path, found)
 
 
+OPT = OPTConfig(vocab_size=257, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
+                num_attention_heads=2, word_embed_proj_dim=32, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("found", [GPT2, OPT], ids=["as modules", "as numbers"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_dropout_also_acts_in_models_that_hold_it_as_a_number(tmp_path, dropout):
-    model = foreign_model(tmp_path, OPTConfig(vocab_size=257, hidden_size=32, ffn_dim=48,
-                                              num_hidden_layers=2, num_attention_heads=2,
-                                              word_embed_proj_dim=32, max_position_embeddings=64),
-                          dropout=dropout)  # its own is 0.1
+def test_options_reach_a_model_of_transformers(tmp_path, found, dropout):
+    """Whose own dropout is 0.1."""
+    model = foreign_model(tmp_path, found, dropout=dropout, activation_checkpointing="full")
     tokens = torch.arange(20)[None]
     assert torch.equal(model(tokens), model(tokens)) == (not dropout)
+    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
 
 def test_a_model_that_would_search_by_beams_writes_one_text(tmp_path):
     model, found = foreign_model(tmp_path, GPT2), []
+    assert len(model.blocks) == 2 and model.head.weight.shape == (257, 64)
     model.module.generation_config.num_beams = 3
     model.generate(torch.arange(5)[None], 4, 0.0, 0, 1.0, (), lambda ids: found.append(ids.shape))
     assert found == [(1,)] * 4

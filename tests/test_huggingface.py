@@ -58,7 +58,10 @@ def save_random(folder, found, **how):
 
 
 def ours_of(folder):
+    """The model that --init_from makes of it."""
     cfg = huggingface.config_from_hf(Config(init_from=str(folder)))
+    if cfg.model == "transformers":
+        return foreign.HFModel(cfg)
     ours = Transformer(config.resolve(cfg))
     huggingface.load_initial(ours, str(folder), Shards())
     return ours.eval()
@@ -92,15 +95,11 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, tokens, family
     assert relative(a, b) < 0.05
 
 
-def test_what_our_model_cannot_compute_is_not_taken_for_it(tmp_path):
+def test_what_our_model_cannot_compute_is_not_taken_for_it():
     for odd in (dict(hidden_act="gelu"), dict(attention_bias=True), dict(mlp_bias=True),
                 dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))):
         assert huggingface.native_shape(small("llama", **odd)) is None, odd
     assert huggingface.native_shape(small("llama"))["max_position"] == 128
-    windowed = small("mistral", sliding_window=16)
-    assert huggingface.native_shape(windowed)["max_position"] == 16
-    windowed.save_pretrained(tmp_path)
-    assert huggingface.config_from_hf(Config(init_from=str(tmp_path))).seq_len == 16  # not 1,024
 
 
 def test_what_does_not_fit_is_told(tmp_path, run):
@@ -124,6 +123,11 @@ def test_what_does_not_fit_is_told(tmp_path, run):
         path.write_text(json.dumps(cfg | change))
         with pytest.raises(ConfigError, match=words):
             ours_of(tmp_path / "m")
+    (tmp_path / "m/model.safetensors").rename(tmp_path / "m/pytorch_model.bin")
+    told = run("--init_from", "m", bare=True, expect=2)
+    assert "expected its weights in m/model.safetensors" in told
+    path.write_text(json.dumps(cfg | dict(quantization_config=dict(quant_method="fp8"))))
+    assert "quantized (fp8)" in run(*flags, bare=True, expect=2)
 
 
 def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune, monkeypatch):
@@ -151,6 +155,10 @@ def test_code_of_others_is_not_run_unless_it_is_trusted(tmp_path, tune, monkeypa
     monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "n")
     assert generation.main(["export", "runs/001", "out", "--trust_remote_code"]) == 0
     assert (tmp_path / "out/odd.py").exists() and not asked
+    with open(tmp_path / "runs/001/config.yaml", "a") as file:
+        file.write("trust_remote_code: true\n")
+    told = tune("--auto_resume", "--max_steps", 30, expect=2)
+    assert "trust_remote_code is for the command line" in told
 
 
 FINE = ["--seq_len", 32, "--batch_size", 8, "--max_steps", 20, "--log_interval", 1, "--eval_steps",
@@ -319,18 +327,6 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     texts = {tuple(generate(net, prompt, 20, temperature=0)[0].tolist()) for _ in range(4)}
     assert len(texts) == 1 and net.training
     assert "not with a gpt2 trained" in tune(*flags, "--data_mode", "packed", expect=2)
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-def test_options_reach_a_model_of_transformers(tmp_path):
-    save_random(tmp_path, AutoConfig.for_model("gpt2", **GPT2))
-    cfg = huggingface.config_from_hf(Config(
-        init_from=str(tmp_path), dropout=0.25, activation_checkpointing="full"))
-    model = foreign.HFModel(config.resolve(cfg))
-    rates = {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)}
-    assert rates == {0.25}
-    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    assert len(model.blocks) == 2 and model.head.weight.shape == (257, 64)
 
 
 def test_eval_only(tmp_path, tune, run, corpus):
