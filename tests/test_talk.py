@@ -155,12 +155,8 @@ def test_a_talk_remembers_and_forgets(tmp_path, talk):
     prompts, out = talk(folder, "Hello", "And?", flags=["--system", "Be kind."], answer="stopped")
     assert prompts[1] == written("system: Be kind.", "user: Hello", "assistant: stopped",
                                  "user: And?")
-
-
-def test_what_a_terminal_sends_in_another_encoding_is_read_all_the_same(tmp_path, talk):
-    folder = folder_of(tmp_path / "m", "llama3")
     prompts, _ = talk(folder, os.fsdecode(b"caf\xe9"), flags=["--system", os.fsdecode(b"\xff!")])
-    assert "caf\ufffd" in prompts[0] and "\ufffd!" in prompts[0]
+    assert prompts == [written("system: \ufffd!", "user: caf\ufffd")]  # of another encoding
 
 
 def test_a_long_talk_loses_its_oldest_turns(tmp_path, talk):
