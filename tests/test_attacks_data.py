@@ -85,14 +85,6 @@ def test_a_tokenizer_is_what_its_json_says_without_truncation_padding_and_class(
 # --- folders of input ---
 
 
-def test_a_file_named_twice_is_read_once(tmp_path, made):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.txt").write_text("once")
-    (tmp_path / "b").symlink_to(tmp_path / "in")
-    made(tmp_path / "in", tmp_path / "in/../in/a.txt", tmp_path / "b", "--val_fraction", 0)
-    assert strings(tmp_path / "o") == ["once"]
-
-
 def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     folder = tmp_path / "in"
     for inside in (".venv/lib", "sub/.cache", "sub/deep"):
@@ -108,8 +100,10 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
     empty = {folder / "e.txt": "", folder / "e.jsonl": "", folder / "e.json": "[]"}
     for path, text in empty.items():
         path.write_text(text)
+    (tmp_path / "link").symlink_to(folder / "sub")
+    again = folder / "A.TXT", folder / "../in/A.TXT", tmp_path / "link"
     for _ in range(2):  # each file once, and not what was written
-        told = made(folder, folder / "A.TXT", "--out", folder / "o")
+        told = made(folder, *again, "--out", folder / "o")
         assert sorted(strings(folder / "o")) == ["in sub/deep", "lines", "packed", "upper case"]
         for name in (".xml (2)", ".py (1)", "Makefile (1)", ".tar.gz (1)", " .txt (1)",
                      *(f"{path} (1)" for path in empty)):
@@ -142,6 +136,8 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
     ("a.json", b'[{"text": "a"}, 5]', "a.json:2: record: expected an object", ["a"]),
     ("a.json", b'{"data": [{"text": "a"}]}', "a.json:1: has data; expected text", []),
     ("a.jsonl", b"[" * 100_000, "a.jsonl:1: ", []),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "%s"}\n' % (b"x" * 200_000),
+     "a.jsonl:2: a line of 200,000 bytes or more", ["a"]),
     ("a.json", b'[{"text": "a"}, {"text": "na\xefve"}]', "cannot be read", []),
     ("a.jsonl", b'{"text": "a"}\n{"text": "na\xefve"}\n', "a.jsonl:2: not UTF-8", ["a"]),
     ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"', "a.jsonl:3: not JSON", ["a"]),
@@ -157,6 +153,7 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
 def test_what_cannot_be_read_is_named_or_left_out(tmp_path, made, monkeypatch, name, content, words,
                                                   left):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(read_module, "LINE_BYTES", 200_000)
     (tmp_path / name).write_bytes(content)
     told = made(tmp_path / name, expect=2)
     assert words in told and str(tmp_path / name) in told and told.count("\n") == 1
@@ -254,7 +251,7 @@ def sizes(monkeypatch) -> list[int]:
 
 
 def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeypatch, sizes):
-    """With the ids, and with the vocabulary, of the whole."""
+    """With the ids, and with the vocabulary, of the whole; also without lines, or words."""
     long, short = "\n".join(texts(300)), texts(3)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in [*short, long, *short]])
     made(source, "--workers", 1, "--train_tokenizer", 400)
@@ -268,6 +265,10 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path, made, tokenizer, monkeyp
     assert len(long) > 20_000 and max(sizes) < 4000
     assert [ids[:-1] for ids, _ in read(tmp_path / "o")] == [
         alone(text)["input_ids"] for text in [*short, long, *short]]
+    for whole in (long, " ".join(long.split()), "猫" * 5000):
+        (tmp_path / "a.txt").write_text(whole)
+        made(tmp_path / "a.txt", "--tokenizer", tokenizer)
+        assert read(tmp_path / "o")[0][0] == alone(whole)["input_ids"] + [alone.eos_token_id]
 
 
 def test_a_text_without_white_space_is_cut_at_a_length(tmp_path, made, monkeypatch, sizes):
@@ -279,14 +280,6 @@ def test_a_text_without_white_space_is_cut_at_a_length(tmp_path, made, monkeypat
     made(tmp_path / "a.txt", tmp_path / "b.jsonl", "--workers", 1)
     assert strings(tmp_path / "o") == [text, text] and max(sizes) <= 64 + 16
     assert max(map(len, IN_PIECES.findall("x" * 100_000))) < 10_000
-
-
-def test_a_line_that_is_too_long_is_not_read(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(read_module, "LINE_BYTES", 1000)
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "short"}, {"text": "x" * 2000}])
-    assert "a.jsonl:2: a line of 1,000 bytes or more" in made(source, expect=2)
-    made(source, "--skip_bad")
-    assert strings(tmp_path / "o") == ["short"]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])

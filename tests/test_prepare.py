@@ -137,16 +137,6 @@ def test_output_is_the_same_for_any_number_of_workers(tmp_path, made, tokenizer,
     assert sum(all(mask) for mask in masks) >= 150 and sum(mask[0] == 0 for mask in masks) == 50
 
 
-def test_a_long_text_is_cut_where_no_token_crosses(tmp_path, made, tokenizer, monkeypatch):
-    """Read in pieces it gives the tokens of the whole, one document."""
-    alone, text = AutoTokenizer.from_pretrained(tokenizer), "\n".join(texts(300))
-    monkeypatch.setattr(read_module, "CHUNK_BYTES", 1000)
-    for whole in (text, " ".join(text.split()), "猫" * 5000):  # without lines, without words
-        (tmp_path / "a.txt").write_text(whole)
-        made(tmp_path / "a.txt", "--tokenizer", tokenizer)
-        assert read(tmp_path / "o")[0][0] == alone(whole)["input_ids"] + [alone.eos_token_id]
-
-
 def test_the_library_gets_short_texts_and_makes_the_tokens_of_the_whole(tmp_path):
     """For patterns as GPT-2's, o200k's and BLOOM's, where a text begins with a space of its own,
     and with a token that takes the white space around it. Where tokens span words, the ids at the
