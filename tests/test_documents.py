@@ -328,21 +328,25 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
             found.batch(0, found.n_samples)
 
 
-def test_samples_of_documents_are_shown(run, tmp_path, tool, monkeypatch):
-    """Those that the run had, at any step, without their padding."""
-    texts = [f"<document {'x' * (i % 13)} {i}>".encode() for i in range(40)]
-    write_documents(tmp_path / "d", [([*t, 256], [1] * (len(t) + 1)) for t in texts])
+@pytest.mark.parametrize("mode", ["documents", "stream"])
+def test_samples_are_shown(run, tmp_path, tool, monkeypatch, mode):
+    """Those that the run had, at any step of any stage; documents without their padding."""
+    for name in ("web", "code", "math"):
+        texts = [f"<{name} {'x' * (i % 13)} {i}>".encode() for i in range(40)]
+        write_documents(tmp_path / name, [([*t, 256], [1] * (len(t) + 1)) for t in texts])
     with monkeypatch.context() as patch:
         seen = samples_seen(patch)
-        run("--data", tmp_path / "d", "--data_mode", "documents", "--out_dir", "r",
-            "--max_steps", 7)
-    for step in (1, 2, 7):
+        run("--data", "web:3", "code:1", "--stage", "0.5", "math:1", "web:1", "0.75", "code",
+            "--data_mode", mode, "--out_dir", "r", "--sample_interval", 0)
+    assert sorted(seen) == list(range(96))
+    for step in (1, 6, 7, 9, 10, 12):
         shown = tool(prepare.main, "show", "r", step).out.split("--- sample ")[1:]
         assert len(shown) == 8
         for g, text in enumerate(shown, 8 * (step - 1)):
+            name, ids = seen[g]
             title, text = text.split("\n", 1)
-            assert title.startswith(f"{g}: d, {tmp_path / 'd/train.bin'} from token ")
-            assert text[:-1] == bytes(i for i in seen[g][1] if i != 256).decode()  # the padding
+            assert title.startswith(f"{g}: {name}, {name}/train.bin from token ")
+            assert text[:-1] == bytes(i for i in ids if i != 256).decode()
 
 
 def test_replies_of_packed_documents_are_marked(run, tmp_path, tool):

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, assert_same_end, column, samples_seen, tiny_config
+from conftest import TINY, assert_same_end, column, tiny_config
 from test_data import assert_epochs_are_whole, token_folder
 
 import config
@@ -214,18 +214,3 @@ def test_a_checkpoint_that_knows_of_no_stages_goes_on(run, tmp_path):
     assert "at step 12" in run("--out_dir", "r", "--auto_resume", "--max_steps", 14)
     told = run("--out_dir", "s", "--resume", path, "--stage", "0.5", "stdlib", expect=2)
     assert "stage none of 12 steps -> 0.5 stdlib of 12 steps" in told
-
-
-def test_samples_of_each_stage_are_shown(run, sets, tool, monkeypatch):
-    with monkeypatch.context() as patch:
-        seen = samples_seen(patch)
-        run(*FLAGS, *STAGE, "--out_dir", "r", "--eval_interval", 0, "--sample_interval", 0)
-    assert sorted(seen) == list(range(96))
-    for step in (6, 7, 9, 10, 12):
-        shown = tool(prepare.main, "show", "r", step).out.split("--- sample ")[1:]
-        assert len(shown) == 8
-        for g, text in enumerate(shown, 8 * (step - 1)):
-            name, ids = seen[g]
-            title, text = text.split("\n", 1)
-            assert title.startswith(f"{g}: {name}, {name}/train.bin from token ")
-            assert text.split() == [str(i) for i in ids]
