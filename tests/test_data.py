@@ -14,7 +14,6 @@ import pytest
 import torch
 from conftest import ROOT, contents, largest_file
 
-import data
 from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
@@ -161,6 +160,7 @@ def test_llmc_and_modded_nanogpt_shards(tmp_path, magic, dtype, high):
     expected = {tuple(tokens[i : i + 11]) for i in (0, 10, 20, 30, 40, 57, 67, 77, 87)}
     assert mixture.n_samples == 9
     assert {tuple(row) for row in mixture.batch(0, 9).tokens.tolist()} == expected
+    assert mixture.prompt().tolist() == [[tokens[0]]]  # a sample continues the first token
     val = load_mixture([str(tmp_path)], "val", 10, 1, high).batch(0, 1).tokens
     assert val[0].tolist() == list(tokens[:11])
     (dataset,) = mixture.datasets
@@ -168,16 +168,6 @@ def test_llmc_and_modded_nanogpt_shards(tmp_path, magic, dtype, high):
         path, at = dataset.find(block, column=3)
         first = dataset.read(np.array([block, 0]), 10, 0)[0][0]
         assert TokenFile(path).tokens[at] == first[3]
-
-
-def test_nanogpt_folders(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 50257, 1000).astype(np.uint16)
-    tokens.tofile(tmp_path / "train.bin")
-    mixture = load_mixture([str(tmp_path)], "train", 999, seed=1)
-    assert mixture.batch(0, 1).tokens[0].tolist() == tokens.tolist()
-    assert mixture.vocab_size == 50257 and mixture.tokenizer is None
-    assert mixture.prompt().tolist() == [[tokens[0]]]  # a sample continues the first token
-    assert load_mixture([str(tmp_path)], "val", 999, seed=1) is None
 
 
 def test_our_files_carry_their_description(corpus):
@@ -242,22 +232,10 @@ def test_the_vocabulary_is_the_largest_that_is_known(tmp_path):
 
     assert found(small, large).vocab_size == 300 and found(small, large).end_of_text == 9
     assert found(plain, small).vocab_size == 50257  # GPT-2's, where nothing says so
+    assert found(plain).tokenizer is None
     assert found(plain, small, vocab_size=250).vocab_size == 250
     with pytest.raises(ConfigError, match="--vocab_size 250: the tokenizer of the data has 300"):
         found(small, large, vocab_size=250)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_evaluation_takes_every_sample_once(tmp_path, world_size):
-    folder = token_folder(tmp_path, n=10 * 21 + 1, vocab=1000)
-    mixture = load_mixture([str(folder)], "val", 10, seed=0)
-    seen, shapes = [], set()
-    for rank in range(world_size):
-        for tokens, targets, *_ in data.eval_batches(mixture, 999, 4, rank, world_size, CPU):
-            shapes.add(tuple(tokens.shape))
-            seen += tokens[targets[:, 0] != -100, 0].tolist()
-            assert ((targets == tokens + 1) | (targets == -100)).all()
-    assert sorted(seen) == list(range(0, 210, 10)) and shapes == {(4, 10)}
 
 
 def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
