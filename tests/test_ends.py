@@ -22,22 +22,6 @@ WITHOUT_STEPS = TINY[: TINY.index("--max_steps")] + TINY[TINY.index("--warmup_st
 END = "max_steps", "best_loss"  # what more has to be the same
 
 
-# --- a longer run ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_jump_of_the_learning_rate_is_said(run, tmp_path):
-    """Not where a run goes on as it was: here in its warm-up, at its peak and as it decays."""
-    flags = ["--out_dir", "r", "--eval_interval", 0, "--learning_rate", 0.01, "--warmup_steps", 3]
-    run(*flags, "--max_steps", 12, "--save_interval", 1, "--keep_checkpoints", 99)
-    for step in (1, 3, 9):
-        told = run("--resume", f"r/checkpoints/step_{step:08d}.pt", "--out_dir", step, bare=True)
-        assert "learning rate" not in told
-    told = run("--auto_resume", "--out_dir", "r", "--max_steps", 40, bare=True)
-    last, rate = column(tmp_path / "r", "train/learning_rate")[12], 0.01
-    assert last < 0.002 and told.count(f"learning rate {last:.2e} -> {rate:.2e}") == 1
-
-
 # --- averages --------------------------------------------------------------------------------
 
 
