@@ -14,13 +14,9 @@ from transformers import (
     SmolLM3Config,
 )
 
-TOOLS = (
-    "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are "
-    "provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}"
-    "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '\\n</tools>\\n\\nFor each "
-    "function call, return a json object with function name and arguments within "
-    "<tool_call></tool_call> XML tags:\\n<tool_call>\\n{\"name\": <function-name>, \"arguments\": "
-    "<args-json-object>}\\n</tool_call><|im_end|>\\n")
+TOOLS = (  # without the words around them
+    "# Tools\\n\\n<tools>' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
+    "{{ '\\n</tools><|im_end|>\\n")
 TOOL_RESULTS = (
     "{% elif m.role == 'tool' %}{{ '<|im_start|>user' if loop.first or loop.previtem.role != 'tool'"
     " }}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
