@@ -30,13 +30,19 @@ def refused(*argv) -> str:
     return str(error.value)
 
 
-def test_a_model_that_is_named_replaces_the_shape_in_a_file(tmp_path):
+@pytest.mark.parametrize("saved, flags, kept", [
+    ("--model 1b", "--model gpt2-124m --n_layer 3", []), ("--depth 3", "--depth 4", []),
+    ("--depth 3", "--model 350m", ["max_steps", "warmup_steps", "weight_decay"])])
+def test_a_size_that_is_named_replaces_that_in_a_file(tmp_path, saved, flags, kept):
     """Its rope_theta as well, and what was derived from it; the rest of the file counts."""
     file = tmp_path / "run.yaml"
-    write_yaml(parsed("--model", "1b", "--seed", "5"), file, {})
-    cfg = parsed("--config", str(file), "--model", "gpt2-124m", "--n_layer", "3")
-    alone = parsed("--model", "gpt2-124m", "--n_layer", "3", "--seed", "5")
-    assert dataclasses.replace(cfg, config=None) == alone
+    write_yaml(parsed("--seed", "5", *saved.split()), file, {})
+    old, cfg = (parsed("--config", str(file), *more.split()) for more in ("", flags))
+    alone = parsed(*flags.split(), "--seed", "5")
+    of_the_file = {name: getattr(old, name) for name in kept}
+    assert dataclasses.replace(cfg, config=None) == dataclasses.replace(alone, **of_the_file)
+    if "depth" in saved:
+        assert (old.depth, old.d_model) == (3, 192)
     file.write_text("batch_size: 3\nlearning_rate: 0.5\n")  # names no model: all of it counts
     cfg = config.parse(["--config", str(file), "--model", "gpt2-124m"])
     assert (cfg.batch_size, cfg.learning_rate) == (3, 0.5)
@@ -233,18 +239,7 @@ def test_depth_sets_shape_and_recipe():
         assert (cfg.n_kv_head * 2 == cfg.n_head) == (cfg.n_head % 2 == 0)
 
 
-def test_depth_replaces_the_shape_and_recipe_in_a_file_and_goes_with_no_other(tmp_path):
-    file = tmp_path / "run.yaml"
-    write_yaml(parsed("--seed", "5", "--depth", "3"), file, {})
-    same = parsed("--config", str(file))
-    assert (same.depth, same.d_model) == (3, 192)
-    for flags in (["--depth", "4"], ["--model", "350m"]):
-        cfg = parsed("--config", str(file), *flags)
-        kept = {} if "--depth" in flags else dict(max_steps=same.max_steps,
-                                                  warmup_steps=same.warmup_steps,
-                                                  weight_decay=same.weight_decay)
-        assert dataclasses.replace(cfg, config=None) == dataclasses.replace(
-            parsed(*flags, "--seed", "5"), **kept)
+def test_depth_goes_with_no_other_shape():
     assert "not with --model 1b" in refused("--depth", "4", "--model", "1b")
     with pytest.raises(ConfigError, match="--depth 4: the shape is that of --init_from"):
         config_from_hf(config.parse(["--depth", "4", "--init_from", "folder"]))
