@@ -1,5 +1,7 @@
 """Models of others as hard users have them: each test was seen to fail before."""
 
+# ruff: noqa: F401, F811 -- a fixture of another file
+
 import dataclasses
 import json
 import shutil
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_huggingface import FAMILIES, SMALL, ours_of, save_random
+from test_huggingface import FAMILIES, SMALL, ours_of, save_random, tune
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3Config,
@@ -193,27 +195,26 @@ GEMMA = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_atte
              image_size=28, patch_size=14)
 
 
-def test_configurations_with_a_text_config(run, corpus, tmp_path, monkeypatch):
-    flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 4, "--max_steps", 2,
-             "--eval_steps", 1, "--precision", "fp32", "--init_from"]
+def test_configurations_with_a_text_config(tune, tmp_path, monkeypatch):
+    flags = ["--max_steps", 2, "--init_from"]
     found = Qwen3_5Config(text_config=TEXT | LINEAR)
     cfg = save_random(tmp_path / "text", found).config
     assert cfg is not found
     found.save_pretrained(tmp_path / "text")
-    assert "through transformers' own module" in run(*flags, "text", "--out_dir", "r", bare=True)
+    assert "through transformers' own module" in tune(*flags, "text", "--out_dir", "r")
     vision = Gemma3Config(text_config=TEXT | dict(sliding_window=32), vision_config=GEMMA,
                           mm_tokens_per_image=4, image_token_index=250)
     save_random(tmp_path / "vision", vision)
-    run(*flags, "vision", "--out_dir", "v", bare=True)
+    tune(*flags, "vision", "--out_dir", "v")
 
     def forward(self, *arguments, **names):
         raise ValueError("token_type_ids is required\nwhen training")
 
     monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", forward)
-    told = run(*flags, "vision", bare=True, expect=2).splitlines()[-1]
+    told = tune(*flags, "vision", expect=2).splitlines()[-1]
     assert "cannot be trained on text alone: token_type_ids" in told
     T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
-    assert "architecture t5: expected one of llama" in run(*flags, "t5", bare=True, expect=2)
+    assert "architecture t5: expected one of llama" in tune(*flags, "t5", expect=2)
 
 
 def foreign_model(folder, found, **changes):
@@ -250,15 +251,14 @@ def test_a_model_that_would_search_by_beams_writes_one_text(tmp_path):
     assert found == [(1,)] * 4
 
 
-def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write):
+def test_a_run_outlives_the_folder_it_began_with(tune, tmp_path, write):
     save_random(tmp_path / "m", FAMILIES["qwen3"]())
     byte_tokenizer().save_pretrained(tmp_path / "m")
-    flags = ["--data", corpus, "--seq_len", 32, "--batch_size", 8, "--eval_steps", 1, "--precision",
-             "fp32", "--lr_schedule", "constant", "--init_from", "m", "--out_dir"]
-    run(*flags, "r", "--max_steps", 2, bare=True)
-    run(*flags, "whole", "--max_steps", 4, bare=True)
+    flags = ["--lr_schedule", "constant", "--init_from", "m", "--out_dir"]
+    tune(*flags, "r", "--max_steps", 2)
+    tune(*flags, "whole", "--max_steps", 4)
     shutil.rmtree(tmp_path / "m")
-    run("--auto_resume", "--out_dir", "r", "--max_steps", 4, bare=True)
+    tune("--auto_resume", "--out_dir", "r", "--max_steps", 4)
     states = [torch.load(tmp_path / name / "checkpoints/step_00000004.pt", weights_only=True)
               for name in ("r", "whole")]
     for name, tensor in states[0]["model"].items():
@@ -266,4 +266,4 @@ def test_a_run_outlives_the_folder_it_began_with(run, corpus, tmp_path, write):
     *_, told = write("r", "--max_new_tokens", 3)
     assert told.startswith("note: without the configuration of --init_from: no folder or hub")
     assert generation.main(["export", "r", "out"]) == 0
-    assert "python model.py export r FOLDER" in run("--init_from", "r", bare=True, expect=2)
+    assert "python model.py export r FOLDER" in tune("--init_from", "r", expect=2)
