@@ -246,16 +246,12 @@ def test_another_format_is_refused_and_not_set_aside(run, copy):
     assert "format 0; this version reads" in told and steps(copy)[-1] == 14
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def test_a_pickle_is_not_executed(run, copy, tmp_path):
-    evil = {"format": checkpoint.FORMAT, "step": Evil(tmp_path / "touched")}
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "touched",)
+
+    evil = {"format": checkpoint.FORMAT, "step": Evil()}
     torch.save(evil, tmp_path / "saved.pt")
     (tmp_path / "pickle.pt").write_bytes(pickle.dumps(evil) * 100)
     for name in ("saved.pt", "pickle.pt"):
