@@ -96,7 +96,8 @@ def test_padded_grouped_and_packed_have_the_loss_of_each_document_alone(folder):
         losses = [net(*batch[:3]).sum() for batch in batches]
         assert sum(losses).item() == pytest.approx(sum(expected), rel=1e-5), name
         assert sum(int((b.targets != IGNORE).sum()) for b in batches) == sum(counts), name
-        assert found.count_tokens(0, found.n_samples) == real, name
+        counted = found.count_tokens(0, 5) + found.count_tokens(5, found.n_samples - 5)
+        assert counted == real, name
         sum(losses).backward()
         gradients[name] = torch.cat([p.grad.flatten() for p in net.parameters()])
         torch.testing.assert_close(gradients[name], gradients["fixed"], rtol=1e-3, atol=1e-3)
