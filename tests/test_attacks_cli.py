@@ -86,6 +86,8 @@ def refused(run, tmp_path):
     ("--learning_rate 1e-3 --min_learning_rate 2e-3", "at most learning_rate 0.001"),
     ("--batch_size 10 --micro_batch_size 4 --data missing", "8 or 12"),
     ("--batch_size 2 --micro_batch_size 4", "nearest is 4"),
+    ("--estimate 5 --vocab_size 9", "--batch_size 8: expected a multiple of 5"),
+    ("--estimate 4 --shard_size 3", "--shard_size 3: expected a divisor of the 4 processes"),
     ("--auto_resume --overwrite", "cannot be combined"),
     ("--model transformers", "--init_from"),
     ("--vocab_size 100", "257"),

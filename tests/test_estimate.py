@@ -87,15 +87,6 @@ def test_the_command_allocates_nothing(run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flags, told", [
-    (["--estimate", 5, "--vocab_size", 9], "--batch_size 8: expected a multiple of 5"),
-    (["--estimate", 4, "--vocab_size", 257, "--shard_size", 3],
-     "--shard_size 3: expected a divisor of the 4 processes"),
-])
-def test_the_number_of_devices_is_for_the_estimate_alone(run, flags, told):
-    assert told in run(*flags, expect=2)
-
-
 def test_packed_rows_without_a_mask_take_what_a_stream_takes():
     packed, found = ["--data_mode", "packed"], []
     for flags in ([], packed, [*packed, "--attention", "efficient"]):
