@@ -138,8 +138,14 @@ def test_best_agrees_with_best_loss_after_a_restart(run, tmp_path, module, name,
     assert (newest["best_loss"], newest["best_step"]) == best(tmp_path / "r")
 
 
-def test_weights_of_the_best_that_were_lost_are_not_claimed(run, tmp_path):
+def test_the_best_of_a_finished_run(run, tmp_path, other_validation):
+    """Nothing of it is lost with other validation data; if its weights are, it is not claimed."""
     run("--out_dir", "r", "--eval_interval", 4, "--learning_rate", "0.02")
+    before = best(tmp_path / "r")
+    told = run("--eval_only", "--resume", "r/checkpoints/best.pt", "--val_data", "other", bare=True)
+    assert "anew" not in told
+    run("--auto_resume", "--out_dir", "r", "--val_data", "other", bare=True)
+    assert best(tmp_path / "r") == before
     folder = tmp_path / "r/checkpoints"
     (folder / "best.pt").unlink()
     path = folder / "step_00000012.pt"
@@ -183,16 +189,6 @@ def test_losses_of_something_else_are_not_compared(run, tmp_path, monkeypatch, c
     end = saved(tmp_path / "r")
     assert (end["step"], end["best_step"], end["waited"]) == (16, 8, 2)  # patience ends it here
     assert "anew" not in run(*again, bare=True) and best(tmp_path / "r") == (0.08, 8)
-
-
-def test_nothing_is_lost_where_a_finished_run_is_given_other_validation_data(
-        run, tmp_path, other_validation):
-    run("--out_dir", "r", "--eval_interval", 4)
-    before = best(tmp_path / "r")
-    run("--auto_resume", "--out_dir", "r", "--val_data", "other", bare=True)
-    assert best(tmp_path / "r") == before
-    told = run("--eval_only", "--resume", "r/checkpoints/best.pt", "--val_data", "other", bare=True)
-    assert "anew" not in told
 
 
 # --- state that decides the trajectory ---
