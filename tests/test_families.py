@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, column
-from families import FAMILIES, chat, config_of, tokenizer_of
+from families import FAMILIES, chat
+from test_talk import folder_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from steady.tokens.files import TokenFile
@@ -27,18 +28,9 @@ TALKS = [chat("system: Be brief.", f"user: {a} + {b}?", f"assistant: It is {a + 
               "user: Sure?", "assistant: Yes.") for a in range(8) for b in range(8)]
 
 
-def make_model(folder: Path, family: str):
-    """A random model with its tokenizer, as they would come from the hub."""
-    torch.manual_seed(0)
-    tokenizer = tokenizer_of(family)
-    model = AutoModelForCausalLM.from_config(config_of(family, tokenizer))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_from_chats_to_a_talk(tmp_path, run, tool, monkeypatch, family):
-    make_model(tmp_path / "base", family)
+    folder_of(tmp_path / "base", family, std=None)
     Path("chats.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in TALKS))
     command = ["chats.jsonl", "--out", "chats", "--tokenizer", "base", "--val_fraction", "0.1"]
     assert prepare.main(command) == 0
@@ -83,7 +75,7 @@ def test_from_chats_to_a_talk(tmp_path, run, tool, monkeypatch, family):
 
 def test_commands_of_the_page_run_as_written(tmp_path, run, tool, monkeypatch):
     """With a small model, few steps, and a prompt in place of a terminal."""
-    make_model(tmp_path / "base", "qwen3")
+    folder_of(tmp_path / "base", "qwen3", std=None)
     Path("chats").mkdir()
     Path("chats/a.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in TALKS))
     few = "--seq_len 192 --batch_size 2 --max_steps 4 --eval_steps 1 --precision fp32".split()

@@ -25,7 +25,6 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
-    processors,
     trainers,
 )
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
@@ -230,28 +229,6 @@ def test_of_a_folder_of_the_hub_the_records_for_training_are_taken(tmp_path, mad
         "data/train-0.jsonl", "latest.jsonl", '{"text": "train/test.md"}\n']
     made(tmp_path / "hub/val", tmp_path / "hub/README.md")  # where it is named, or nothing else is
     assert len(read(tmp_path / "o")) == 2
-
-
-def test_a_tokenizer_that_begins_each_text_with_a_token(tmp_path, made, tokenizer):
-    other = AutoTokenizer.from_pretrained(tokenizer)
-    other.add_special_tokens({"bos_token": "<s>"})
-    start, end = other.bos_token_id, other.eos_token_id
-    other.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", start)])
-    other.save_pretrained(tmp_path / "llama")
-    both = [{"text": "the cat"}, {"prompt": "a", "completion": "b"}]
-    source = write_jsonl(tmp_path / "a.jsonl", both)
-    made(source, "--tokenizer", tmp_path / "llama")
-    plain = AutoTokenizer.from_pretrained(tokenizer)
-    text, pair = read(tmp_path / "o")
-    assert text[0] == [start, *plain("the cat")["input_ids"], end]
-    assert pair == ([start, *plain("a")["input_ids"], *plain("b")["input_ids"], end],
-                    [0, 0, 1, 1])
-    (tmp_path / "long.txt").write_text("\n".join(texts(300)))
-    made(tmp_path / "long.txt", "--tokenizer", tmp_path / "llama", "--val_fraction", 0.3)
-    for split in ("train", "val"):
-        ((ids, _),) = read(tmp_path / "o", split)
-        assert ids[0] == start and start not in ids[1:] and ids[-1] == end and end not in ids[:-1]
 
 
 def save_as(kind, folder, columns):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, environment
 from families import config_of, tokenizer_of
-from test_prepare import read
+from test_prepare import read, texts, write_jsonl
 from tokenizers import processors
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -24,16 +24,19 @@ from tools import generate as generation
 from tools import prepare
 
 
-def folder_of(path, family: str, **generation_config):
-    """A random model with the tokenizer of a family, or GPT-2 with that of bytes."""
+def folder_of(path, family: str, std=0.1, **generation_config):
+    """A random model with the tokenizer of a family, or GPT-2 with that of bytes.
+
+    std: of its weights, None for those that it would begin with.
+    """
     torch.manual_seed(0)
     tokenizer = byte_tokenizer() if family == "gpt2" else tokenizer_of(family)
     found = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=128,
                        bos_token_id=None, eos_token_id=256)
     model = AutoModelForCausalLM.from_config(
         found if family == "gpt2" else config_of(family, tokenizer))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1)
+    for p in model.parameters() if std else ():
+        torch.nn.init.normal_(p, std=std)
     for name, value in generation_config.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(path)
@@ -64,18 +67,25 @@ def test_a_prompt_is_what_training_begins_with(tmp_path, monkeypatch):
     assert generation.tokenizers.load_tokenizer(str(folder))("")["input_ids"] == [begin, again, end]
     chat = [dict(role=role, content="The cat") for role in ("user", "assistant")]
     records = dict(text="The cat"), dict(messages=chat), dict(prompt="The", completion=" cat")
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    assert prepare.main([str(tmp_path / "a.jsonl"), f"--out={tmp_path / 'o'}", "--val_fraction=0",
-                         f"--tokenizer={folder}", "--workers=1"]) == 0
-    text, said, pair = (ids for ids, _ in read(tmp_path / "o"))
+    write_jsonl(tmp_path / "a.jsonl", records)
+    (tmp_path / "a.txt").write_text("\n".join(texts(300)))  # which is cut in two
+    for name, share in (("a.jsonl", 0), ("a.txt", 0.3)):
+        assert prepare.main([str(tmp_path / name), f"--out={tmp_path / name}-o", "--workers=1",
+                             f"--val_fraction={share}", f"--tokenizer={folder}"]) == 0
+    (text, _), (said, _), (pair, mask) = read(tmp_path / "a.jsonl-o")
+    for split in ("train", "val"):
+        ((ids, _),) = read(tmp_path / "a.txt-o", split)
+        assert ids[:2] == [begin, again] and ids[-1] == end and not {begin, end} & {*ids[2:-1]}
     prompts = []
     monkeypatch.setattr(generation, "generate", lambda _, ids, *__, **___: prompts.extend(
         ids.tolist()))
     for flags in (["The cat"], ["The cat", "--chat"], ["The"], ["<s><t>The"]):
         assert generation.main(["generate", str(folder), "--prompt", *flags]) == 0
-    assert text == [*prompts[0], end] and text[:2] == [begin, again]
+    the, cat = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("The", " cat"))
+    assert text == pair == [begin, again, *the, *cat, end] == [*prompts[0], end]
+    assert mask == [0] * len([begin, again, *the]) + [1] * len([*cat, end])
     assert said[: len(prompts[1])] == prompts[1] and begin not in said
-    assert pair[: len(prompts[2])] == prompts[2] == prompts[3] and pair[0] == begin
+    assert prompts[2] == prompts[3] == [begin, again, *the]
 
 
 def test_what_the_files_of_a_model_say_of_sampling(tmp_path, run):
