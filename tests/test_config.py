@@ -20,7 +20,7 @@ from tools.generate import GenerateOptions
 
 
 def parsed(*argv):
-    return config.resolve(config.parse(list(argv)))
+    return config.resolve(config.parse([*map(str, argv)]))
 
 
 def refused(*argv) -> str:

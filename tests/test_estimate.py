@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny_config
+from test_config import parsed
 
-import config
 import train
 from model import Transformer
 from tools import estimate
@@ -17,10 +17,6 @@ from tools import estimate
 CPU = torch.device("cpu")
 SHAPE = ["--n_layer", "2", "--n_head", "12", "--n_kv_head", "4", "--d_model", "768", "--d_ff",
          "2048", "--vocab_size", "500", "--seq_len", "256", "--optimizer", "adamw"]
-
-
-def parsed(*flags):
-    return config.resolve(config.parse([*map(str, flags)]))
 
 
 def peak_of_real_tensors(cfg, accumulation) -> int:
