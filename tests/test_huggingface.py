@@ -208,8 +208,7 @@ def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, tool, flags):
     assert (found["hidden_size"], found["vocab_size"]) == (cfg["d_model"], 257)
 
 
-def test_transformers_loads_what_is_exported(run, tmp_path):
-    run("--out_dir", "r")
+def test_transformers_loads_what_is_exported(trained, tmp_path):
     assert generation.main(["export", "r", "out"]) == 0
     assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
     theirs, tokenizer = (kind.from_pretrained(tmp_path / "out")
@@ -271,9 +270,9 @@ def test_an_exported_chat_model_ends_its_turns(run, tmp_path):
     (float("nan"), "fp32", "non-finite weights in norm.weight"),
     (1e5, "fp16", "non-finite weights in norm.weight, as torch.float16"), (1e5, "bf16", None),
 ])
-def test_weights_that_must_not_be_exported(run, tmp_path, tool, monkeypatch, value, dtype, words):
-    run("--out_dir", "r", "--max_steps", 2)
-    path = tmp_path / "r/checkpoints/step_00000002.pt"
+def test_weights_that_must_not_be_exported(trained, tmp_path, tool, monkeypatch, value, dtype,
+                                           words):
+    path = trained / "checkpoints/step_00000060.pt"
     state = torch.load(path, weights_only=True)
     state["model"]["norm.weight"][0] = value
     state["model"]["extra"] = torch.zeros(1)  # of a changed model
@@ -290,9 +289,8 @@ def test_weights_that_must_not_be_exported(run, tmp_path, tool, monkeypatch, val
         assert "without blocks.0.mlp.down.weight" in told
 
 
-def test_what_cannot_be_exported(run, tmp_path, tool):
-    run("--out_dir", "r", "--max_steps", 3)
-    path = tmp_path / "r/checkpoints/step_00000003.pt"
+def test_what_cannot_be_exported(run, trained, tmp_path, tool):
+    path = trained / "checkpoints/step_00000060.pt"
     broken = bytearray(path.read_bytes())
     broken[len(broken) // 2] ^= 1
     path.write_bytes(broken)
