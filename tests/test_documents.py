@@ -275,9 +275,10 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path):
 @pytest.mark.parametrize("mode", ["documents", "stream"])
 def test_samples_are_shown(run, tmp_path, tool, monkeypatch, mode):
     """Those that the run had, at any step of any stage; documents without their padding."""
+    end = [256] * (mode == "documents")  # which is not shown
     for name in ("web", "code", "math"):
-        texts = [f"<{name} {'x' * (i % 13)} {i}>".encode() for i in range(40)]
-        write_documents(tmp_path / name, [([*t, 256], [1] * (len(t) + 1)) for t in texts])
+        texts = [[*f"<{name} {'x' * (i % 13)} {i}>".encode(), *end] for i in range(40)]
+        write_documents(tmp_path / name, [(ids, [1] * len(ids)) for ids in texts])
     with monkeypatch.context() as patch:
         seen = samples_seen(patch)
         run("--data", "web:3", "code:1", "--stage", "0.5", "math:1", "web:1", "0.75", "code",
@@ -290,6 +291,7 @@ def test_samples_are_shown(run, tmp_path, tool, monkeypatch, mode):
             name, ids = seen[g]
             title, text = text.split("\n", 1)
             assert title.startswith(f"{g}: {name}, {name}/train.bin from token ")
+            assert mode == "documents" or 256 not in ids
             assert text[:-1] == bytes(i for i in ids if i != 256).decode()
 
 

@@ -284,9 +284,8 @@ def test_the_newest_and_the_best_are_kept(run, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "link", raising(PermissionError(errno.EPERM, "no hard links")))
     monkeypatch.setattr(train, "evaluate", lambda run: float(run.progress.step))
-    told = run("--out_dir", "r", "--keep_checkpoints", 1, "--eval_interval", 2, "--save_interval",
-               1)
-    assert "could not be written" not in told
+    flags = ["--keep_checkpoints", 1, "--eval_interval", 2, "--save_interval", 1]
+    assert "could not be written" not in run("--out_dir", "r", *flags)
     assert steps(tmp_path / "r") == [12] and saved(tmp_path / "r")["best_loss"] == 2
     path = tmp_path / "r/checkpoints/best.pt"
     assert torch.load(path, weights_only=True)["step"] == 2 and find_corruption(path) is None
