@@ -195,26 +195,22 @@ def test_losses_of_something_else_are_not_compared(run, tmp_path, monkeypatch, c
 
 
 def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(run, tmp_path):
-    """Samples 64 to 159 are poison: from step 9 on. Killed after step 14, between two logs."""
+    """Samples 64 to 159 are poison: from step 9 on. Killed after step 15, between two logs."""
     flags = ["--max_steps", 24, "--save_interval", 2, "--log_interval", 8, "--max_nonfinite", 6,
              "--on_nonfinite", "rollback", "--eval_interval", 0, "--keep_checkpoints", 20]
 
-    def hook(kill: bool):
-        plain_save = train.save_checkpoint
-
-        def save(run, **how):
-            plain_save(run, **how)
-            if kill and run.progress.step == 14:
+    def hook(code: int):
+        def end(run):
+            if code and run.progress.step == 15:
                 run.dir.writer.wait()
-                os._exit(9)
+                os._exit(code)
 
         poison(64, 160)
-        train.save_checkpoint = save
+        after_updates(end)
 
-    for name, codes in (("whole", [0]), ("killed", [9, 0])):
-        for code in codes:
-            run(*flags, "--auto_resume", "--out_dir", name, hook=lambda rank, c=code: hook(c == 9),
-                expect=code)
+    for name, code in (("whole", 0), ("killed", 9), ("killed", 0)):
+        run(*flags, "--auto_resume", "--out_dir", name, hook=lambda rank, code=code: hook(code),
+            expect=code)
     assert saved(tmp_path / "whole")["rollbacks"]
     assert_same_end(tmp_path / "whole", tmp_path / "killed", "rollbacks")
 
