@@ -635,14 +635,8 @@ def test_an_exception_saves_the_last_step(run, tmp_path, monkeypatch, finished, 
 
 
 def test_half_an_update_is_not_saved(run, tmp_path, monkeypatch):
-    calls, plain = itertools.count(1), torch.optim.AdamW.step
-
-    def step(self, *args):
-        if next(calls) == 6:
-            raise ValueError("bad luck")
-        return plain(self, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    fails = raising(ValueError("bad luck"))
+    at_step(5, lambda: monkeypatch.setattr(torch.optim.AdamW, "step", fails), monkeypatch.setattr)
     output = run("--out_dir", "r", "--save_interval", 4, expect=1)
     assert steps(tmp_path / "r") == [4] and "saved the last" not in output
 
