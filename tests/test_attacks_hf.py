@@ -28,7 +28,7 @@ from transformers import (
 from config import Config
 from steady.models import foreign, huggingface
 from steady.options import ConfigError
-from steady.tokens.tokenizers import byte_tokenizer
+from steady.tokens.tokenizers import byte_tokenizer, decode
 from tools import generate as generation
 
 GPT2 = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=None,
@@ -179,10 +179,34 @@ def test_answers_begin_with_their_space(monkeypatch, tool, tmp_path):
     built.decoder = decoders.Metaspace(prepend_scheme="always")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
     model = torch.nn.Module()
-    model.cfg = SimpleNamespace(max_position=64)
+    model.cfg = SimpleNamespace(max_position=64, vocab_size=len(words))
     monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
     monkeypatch.setattr(generation, "generate", generate)
     assert tool(generation.main, "generate", tmp_path, "--prompt", "the").out == "the cats sat\n"
+
+
+def test_no_letter_of_an_answer_is_lost_to_a_cleanup(monkeypatch, tool, tmp_path):
+    """It takes spaces before " n't" and around " ' " away, also of what is printed already."""
+    words = ["[UNK]", "[SEP]", *"they said do n ' t know s yes .".split()]
+    built = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}))
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    built.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="[SEP]",
+                                        clean_up_tokenization_spaces=True)
+    answer = tokenizer("said they do n't know ' yes '.", add_special_tokens=False)["input_ids"]
+
+    def generate(model, tokens, *_, on_token, **how):
+        for token in answer:
+            on_token(torch.tensor([token]))
+
+    model = torch.nn.Module()
+    model.cfg = SimpleNamespace(max_position=64, vocab_size=len(words))
+    monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
+    monkeypatch.setattr(generation, "generate", generate)
+    told = tool(generation.main, "generate", tmp_path, "--prompt", "they").out
+    assert told == "they said they do n ' t know ' yes ' .\n"
+    tokenizer.save_pretrained(tmp_path)
+    assert decode(str(tmp_path), answer) == told.removeprefix("they ").rstrip("\n")
 
 
 # --- what --init_from takes ---

@@ -162,8 +162,9 @@ class Writer:
     def add(self, token: torch.Tensor):
         self.new += [i for i in token.tolist() if i not in self.stop]
         ids = self.printed + self.new
-        old, text = (self.tokenizer.decode(x, skip_special_tokens=True)
-                     for x in (self.printed, ids))
+        # a cleanup would take spaces out of what is printed, and so letters from what follows
+        how = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        old, text = (self.tokenizer.decode(x, **how) for x in (self.printed, ids))
         if not text.endswith("\ufffd"):  # else inside a character
             print(text[len(old) :], end="", flush=True)
             self.text += text[len(old) :]

@@ -49,7 +49,8 @@ def decode(tokenizer: str | None, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     if tokenizer is None:
         return " ".join(map(str, ids))
-    return loaded_tokenizer(tokenizer, needs_end=False).decode(ids)
+    found = loaded_tokenizer(tokenizer, needs_end=False)
+    return found.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def text_start(tokenizer) -> list[int]:
