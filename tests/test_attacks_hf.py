@@ -275,6 +275,31 @@ def test_a_model_that_would_search_by_beams_writes_one_text(tmp_path):
     assert found == [(1,)] * 4
 
 
+@pytest.mark.parametrize("asks", [
+    dict(return_dict_in_generate=True), dict(stop_strings=["a"]), dict(penalty_alpha=0.6, top_k=4),
+    dict(dola_layers="high"), dict(sequence_bias={"1": 2})], ids=lambda asks: min(asks))
+def test_a_generation_config_cannot_end_a_talk(tmp_path, write, asks):
+    save_random(tmp_path / "m", GPT2)
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+    flags = [tmp_path / "m", "--max_new_tokens", 3, "--temperature", 0, "--prompt", "a"]
+    plain = write(*flags)[1]
+    (tmp_path / "m/generation_config.json").write_text(json.dumps(asks))
+    assert write(*flags)[1] == plain
+
+
+@pytest.mark.parametrize("found", [LlamaConfig(**SMALL), GPT2], ids=["ours", "foreign"])
+def test_a_token_that_only_the_tokenizer_has_is_named(tmp_path, tool, found):
+    """As one for padding that somebody has added."""
+    save_random(tmp_path / "m", found)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(dict(pad_token="[PAD]"))
+    tokenizer.save_pretrained(tmp_path / "m")
+    flags = [generation.main, "generate", tmp_path / "m", "--max_new_tokens", 2, "--prompt"]
+    assert tool(*flags, "a").out.startswith("a")
+    told = tool(*flags, "a [PAD]", expect=2)
+    assert "'[PAD]' in the prompt is token 257, and the model has 257" in told.err
+
+
 def test_a_run_outlives_the_folder_it_began_with(tune, tmp_path, write):
     save_random(tmp_path / "m", FAMILIES["qwen3"]())
     byte_tokenizer().save_pretrained(tmp_path / "m")

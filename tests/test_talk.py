@@ -58,6 +58,9 @@ def test_a_prompt_is_what_training_begins_with(tmp_path, monkeypatch):
     folder = folder_of(tmp_path / "m", "qwen3")
     tokenizer = generation.tokenizers.load_tokenizer(str(folder))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "<t>"]})
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
     begin, again = tokenizer.convert_tokens_to_ids(["<s>", "<t>"])
     end = tokenizer.eos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

@@ -139,10 +139,17 @@ class Writer:
             print("note: dropped the oldest question to make room", file=sys.stderr)
 
     def ids(self, text: str, start: list[int]) -> list[int]:
-        """The ids of a text after `start`, as data.py writes them; at least one."""
+        """The ids of a text after `start`, as data.py writes them; at least one.
+
+        Raises ConfigError for an id that only the tokenizer has.
+        """
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # of a terminal
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = ids if ids[: len(start)] == start else start + ids
+        known = self.model.cfg.vocab_size
+        if odd := [i for i in ids if i >= known]:
+            raise ConfigError(f"{self.source}: {self.tokenizer.decode(odd[:1])!r} in the prompt is "
+                              f"token {odd[0]:,}, and the model has {known:,}")
         return ids or [self.tokenizer.eos_token_id or 0]
 
     def write(self, prompt: list[int]):

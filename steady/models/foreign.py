@@ -37,6 +37,8 @@ class HFModel(nn.Module):
     """A causal language model of transformers behind the interface of our Transformer."""
 
     def __init__(self, cfg):
+        from transformers import GenerationConfig
+
         super().__init__()
         self.cfg = cfg
         folder = folders(cfg.init_from, cfg.trust_remote_code)[-1]
@@ -48,6 +50,8 @@ class HFModel(nn.Module):
             raise ConfigError(f"{folder}: cannot be trained on text alone: {reason(e)}") from e
         if (one - other).abs().max() > 1e-3 * one.abs().max():  # more than by rounding
             raise ConfigError(f"{folder}: its tokens attend to later ones; expected a causal model")
+        # its own may ask for beams, for code of the hub, or not be valid
+        self.module.generation_config = GenerationConfig()
         self.train()  # from_pretrained leaves it in evaluation mode
         if cfg.activation_checkpointing != "none":
             # transformers 5.23 warns of the older name
@@ -95,7 +99,4 @@ class HFModel(nn.Module):
 
     def save(self, out: Path, dtype: torch.dtype):
         """Write it as transformers does, without a generation_config.json of its own."""
-        from transformers import GenerationConfig
-
-        self.module.generation_config = GenerationConfig()  # others' may not be valid
         self.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
