@@ -126,6 +126,15 @@ def test_json_is_an_array_or_lines(tmp_path, made, mark):
         assert strings(tmp_path / "o") == [record["text"] for record in records]
 
 
+@pytest.mark.parametrize("between", [" ", "\n"], ids=["lines", "objects"])
+def test_the_first_line_of_json_may_be_long(tmp_path, made, between):
+    records = [dict(text=f"{i} and so on" * 999, n=i) for i in range(3)]
+    content = "\n".join(json.dumps(record).replace(', "n"', f',{between}"n"') for record in records)
+    (tmp_path / "a.json").write_text(content)
+    made(tmp_path / "a.json")
+    assert strings(tmp_path / "o") == [record["text"] for record in records]
+
+
 @pytest.mark.parametrize("name, content, words, left", [
     ("a.csv", b'text,n\na,1\nb,2,3\nc,4\n', "a.csv:2: more fields than the header", ["a", "c"]),
     ("a.csv", b'text\na\nna\xefve\nb\n',

@@ -207,10 +207,12 @@ def read_records(path: Path, options) -> Iterator:
                 raise ConfigError(f"{path}: two columns have the same name")
             yield from rows
             return
-        begin = file.tell()
-        line, end, _ = file.read(1024).lstrip().partition(b"\n")
-        file.seek(begin)
-        if kind == "json" and (line.startswith(b"[") or end and not line.rstrip().endswith(b"}")):
+        begin, line = file.tell(), b""
+        if kind == "json":  # the first line that is not blank
+            line = next(filter(bytes.strip, iter(lambda: file.readline(LINE_BYTES), b"")), b"")
+            file.seek(begin)
+        several = line.endswith(b"\n") and not line.rstrip().endswith(b"}")
+        if line.lstrip().startswith(b"[") or several:
             # the objects of arrays, or objects over several lines, one after another
             text, at, decoder = file.read().decode().lstrip(), 0, json.JSONDecoder()
             while at < len(text):
