@@ -114,6 +114,11 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
         if is_saved or here.resolve() == out:
             folders.clear()
             continue
+        for name in folders:  # os.walk does not follow links
+            if name.startswith("."):
+                counts["skipped", "hidden folder"] += 1
+            elif (here / name).is_symlink():
+                counts["skipped", "link to a folder"] += 1
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in map(here.joinpath, names):
             if kind_of(path):
