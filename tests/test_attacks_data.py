@@ -449,6 +449,19 @@ def test_what_a_tokenizer_does_not_know_is_counted(made, tmp_path):
     assert "no token for     'x' (3), 'é' (2)\n" in told[1] and "unknown" not in told[1]
 
 
+@pytest.mark.parametrize("name", ["<unk>", None])
+def test_unknown_tokens_are_counted_though_nothing_names_them(made, tmp_path, name):
+    """A Unigram knows the id alone, and its tokenizer need not have a name for it."""
+    words = [("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", -2.0)]
+    built = Tokenizer(models.Unigram(words, unk_id=0))
+    PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>", unk_token=name,
+                            ).save_pretrained(tmp_path / "t")
+    source = write_jsonl(tmp_path / "s.jsonl", [dict(text="abxa"), dict(text="zzb")])
+    told = made(source, "--tokenizer", tmp_path / "t")
+    ids = [ids for ids, _ in read(tmp_path / "o")]
+    assert f"unknown tokens   {sum(document.count(0) for document in ids)} (" in told
+
+
 @pytest.mark.parametrize("part", [
     dict(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
     dict(normalizer=normalizers.Sequence([normalizers.Prepend("▁"),

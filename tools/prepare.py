@@ -88,8 +88,10 @@ class Encoder:
                 self.before = ""
             self.prefix = tokenizers.text_start(self.tokenizer)
             model = self.tokenizer.backend_tokenizer.model
-            unknown = getattr(model, "unk_token", self.tokenizer.unk_token)  # Unigram's has none
-            self.unknown = unknown and model.token_to_id(unknown)
+            if hasattr(model, "unk_token"):
+                self.unknown = model.unk_token and model.token_to_id(model.unk_token)
+            else:  # Unigram's, whose name its tokenizer may not know
+                self.unknown = json.loads(model.__getstate__()).get("unk_id")
 
     def __getitem__(self, chunk: list[tuple]) -> tuple[dict[str, tuple], Counter] | ConfigError:
         """(split → arguments of TokenWriter.add, counts for the summary), or an error."""
