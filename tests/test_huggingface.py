@@ -116,6 +116,8 @@ def test_what_does_not_fit_is_told(tmp_path, run):
     for odd in (dict(num_hidden_layers="two"), dict(rope_parameters=dict(rope_theta=None))):
         path.write_text(json.dumps(cfg | odd))
         assert "--init_from" in run(*flags, bare=True, expect=2)
+    path.write_text(json.dumps(cfg | dict(hidden_size="64")))  # said in the second of two lines
+    assert "expected int, got str" in run(*flags, bare=True, expect=2).splitlines()[-1]
     del cfg["layer_types"]
     for change, words in ((dict(num_hidden_layers=3), "has no model.layers.2"),
                           (dict(num_hidden_layers=1), "no place for model.layers.1.* and 9 more"),

@@ -29,7 +29,8 @@ def reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return ("it comes with code, which would run on this machine: read it, then pass "
                 "--trust_remote_code")
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    first, *more = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
 def weight_files(folder: Path) -> list[Path]:
