@@ -3,6 +3,7 @@
 # ruff: noqa: F401, F811 -- fixtures of another file
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -61,6 +62,7 @@ def test_what_cannot_be_evaluated_is_one_line(trained, tasks, tool, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "lm_eval", None)
         assert "pip install 'lm_eval[hf]'" in refused("--tasks", str(tasks))
+    shutil.copy(tasks / "0.yaml", "here.yaml")  # nobody asked for it
     assert "--tasks: expected names" in refused()
     assert "--batch_size 0" in refused("--batch_size", "0")
 

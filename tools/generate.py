@@ -235,9 +235,9 @@ def talk(writer: Writer, options: ChatOptions):
 def evaluate(source: Path, options: EvalOptions) -> str:
     """Scores by lm-evaluation-harness, of a run's temporary export. Raises ConfigError."""
     tasks = []
-    for name in ",".join(options.tasks).split(","):
+    for name in filter(None, ",".join(options.tasks).split(",")):
         tasks += sorted(map(str, Path(name).glob("*.yaml"))) or [name]  # of a folder
-    if tasks == [""]:
+    if not tasks:
         raise ConfigError("--tasks: expected names or files of tasks, such as --tasks hellaswag")
     try:
         from lm_eval.evaluator import simple_evaluate
