@@ -370,7 +370,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     """
     rank, local_rank, world_size, local_world_size = rank_and_world()
     watchdog = Watchdog(cfg.hang_seconds)
-    uneven = rundir.continues(cfg, out_dir)
+    uneven = bool(rundir.saved_config(cfg, out_dir))  # then it takes any number of ranks
     micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # or refuses, at once
     # data
     with reading_paths():
@@ -426,7 +426,7 @@ def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     out_dir = rundir.find_run(cfg)
     saved = rundir.saved_config(cfg, out_dir)  # the flags of a resumed run need not be repeated
     cfg = replace(config.parse(argv, saved), **meant)
-    has_shape = rundir.continues(cfg, out_dir) and (cfg.model != "transformers" or cfg.d_model)
+    has_shape = saved and (cfg.model != "transformers" or cfg.d_model)
     if cfg.init_from and not has_shape:
         cfg = huggingface.config_from_hf(cfg)
     return config.resolve(cfg), out_dir

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from steady.checkpoints import checkpoint as checkpoints
 from steady.checkpoints import opening
 from steady.checkpoints.backup import Backup, download, id_in
 from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, list_checkpoints
-from steady.checkpoints.disk import acquire_lock, atomic_write, delete
+from steady.checkpoints.disk import acquire_lock, atomic_write
 from steady.checkpoints.state import Progress, reconcile_best
 from steady.checkpoints.writer import Writer
 from steady.options import ConfigError, expect_file, reading_paths, write_yaml
@@ -94,13 +95,8 @@ def run_files(out_dir: Path) -> list[Path]:
     return [path for path in found if RUN_FILES.fullmatch(path.relative_to(out_dir).as_posix())]
 
 
-def continues(cfg, out_dir: Path | None) -> bool:
-    """Whether the run continues from a checkpoint, if there is a valid one."""
-    return bool(cfg.resume or cfg.auto_resume and out_dir and run_files(out_dir))
-
-
 def saved_config(cfg, out_dir: Path | None) -> Path | None:
-    """The config.yaml of the run to continue, if there is one."""
+    """The config.yaml of the run to continue; None for a new one."""
     run = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir or out_dir
     found = run and (cfg.resume or cfg.auto_resume) and (run / "config.yaml").exists()
     return run / "config.yaml" if found else None
@@ -194,13 +190,14 @@ def open_run_dir(run):
 def begin(run) -> tuple[float, int]:
     """Prepare the run directory for the steps to come; returns (loss, step) of best.pt.
 
-    A directory that was new is left as it was if an error is raised.
+    A directory that was empty is deleted if an error is raised.
     """
     cfg, own, step = run.cfg, run.dir, run.progress.step
     if not own.lock:
         own.path, own.lock = claim(own.path, cfg.overwrite)
         find_run(dataclasses.replace(cfg, out_dir=str(own.path)))  # another may have begun there
-    folder, is_new, start = own.path / "checkpoints", not run_files(own.path), own.resumed_from
+    folder, start = own.path / "checkpoints", own.resumed_from
+    is_empty = {*own.path.glob("*"), *folder.glob("*")} == {folder, own.path / "lock"}
     try:
         for newer in list_checkpoints(folder):
             if newer.step > step:
@@ -219,22 +216,12 @@ def begin(run) -> tuple[float, int]:
                 start = Checkpoint(start.path.resolve())  # os.link follows no links
                 start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
     except Exception:
-        if is_new:
-            discard(own.path)
+        if is_empty:
+            shutil.rmtree(own.path, ignore_errors=True)
         raise
     best = reconcile_best(run.progress, own)
     print(opening.describe(run), flush=True)
     return best
-
-
-def discard(out_dir: Path):
-    """Delete all that would make a directory without a run look like one."""
-    with contextlib.suppress(OSError):
-        for path in run_files(out_dir):
-            delete(path)
-        (out_dir / "checkpoints").rmdir()
-        (out_dir / "lock").unlink()
-        out_dir.rmdir()  # unless anything else is in there
 
 
 # --- its files -------------------------------------------------------------------------------
