@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import nn
 import config
 import train
 from model import Transformer
+from steady.checkpoints import writer
 from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
 from steady.options import ConfigError
 from steady.ranks import muon, parallel
@@ -303,6 +305,30 @@ def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
     assert shards.checked(optimizers) == optimizers
 
 
+@pytest.mark.parametrize("state, refused", [
+    (lambda rows: torch.zeros(len(rows)), False), (lambda rows: torch.zeros(1), True)])
+def test_optimizer_state_without_rows_stays_on_as_many_ranks(run, state, refused):
+    def hook(rank):
+        class Mine(torch.optim.SGD):
+            by_rows = True
+
+            def step(self):
+                super().step()
+                for p in (p for group in self.param_groups for p in group["params"]):
+                    self.state[p]["mine"] = state(p)
+
+        def make_optimizers(model, cfg, device, parameters=None, shards=None):
+            return [Mine(parameters.values(), lr=0.01)]
+
+        train.make_optimizers = make_optimizers
+
+    flags = ["--parallel", "zero3", "--eval_interval", 0, "--out_dir", "r", "--auto_resume"]
+    run(*flags, "--max_steps", 2, ranks=2, hook=hook)
+    run(*flags, "--max_steps", 3, ranks=2, hook=hook)
+    told = run(*flags, "--max_steps", 4, hook=hook, expect=2 if refused else 0)
+    assert ("Mine's mine of embedding.weight has no rows" in told) == refused
+
+
 def test_sizes_that_do_not_divide_are_refused(run):
     told = run("--parallel", "zero3", "--shard_size", 2, "--batch_size", 6, ranks=3, expect=2)
     assert "--shard_size 2: expected a divisor of the 3 processes" in told
@@ -333,6 +359,43 @@ def test_an_error_on_one_rank_loses_no_step(run, tmp_path, unlucky):
     assert "step_00000004 at step 4" in run(*flags, "--auto_resume", ranks=2)
     run(*flags, "--out_dir", "whole", ranks=2)
     assert compare(saved(tmp_path / "whole")["model"], saved(tmp_path / "r")["model"])[1] == []
+
+
+@pytest.mark.parametrize("unlucky", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_error_on_one_rank_loses_no_step_that_the_other_is_saving(run, tmp_path, unlucky):
+    """It waits for all ranks then; whoever completes the checkpoint says so, and nobody else."""
+    def hook(rank):
+        def fail(run, *args, **named):
+            if run.progress.step == 4:
+                raise ValueError("bad luck")
+            plain(run, *args, **named)
+
+        plain = train.save_checkpoint
+        if rank == unlucky:
+            train.save_checkpoint = fail
+
+    flags = [*EXACT, "--eval_interval", 0, "--save_interval", 2, "--out_dir", "r", "--parallel",
+             "zero3"]
+    told = run(*flags, ranks=2, hook=hook, expect=1)
+    assert told.count("saved the last completed step, 4") == 1
+    assert "step_00000004 at step 4" in run(*flags, "--auto_resume", ranks=2)
+
+
+def test_a_part_alone_is_not_called_saved(corpus, tmp_path):
+    """Where another rank was killed, and its part is missing."""
+    def hook(rank):
+        def die(run):
+            if run.progress.step == 4 and rank == 1:
+                signal.raise_signal(signal.SIGKILL)
+
+        writer.HURRY = 0.1
+        after_updates(die)
+
+    flags = [*TINY, "--data", corpus, "--parallel", "zero3", "--eval_interval", 0]
+    group = processes(tmp_path, 2, flags, hook)
+    assert [process.code() for process in group] == [1, -signal.SIGKILL]
+    assert "rank_1_of_2.pt" in group[0].text()
+    assert "saved the last completed step" not in group[0].text()
 
 
 @pytest.mark.slow

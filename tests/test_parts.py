@@ -11,6 +11,7 @@ import torch
 from conftest import TINY, column, processes
 
 from steady.checkpoints import checkpoint, writer
+from steady.checkpoints.backup import Backup
 from steady.checkpoints.checkpoint import (
     Checkpoint,
     adopt_drafts,
@@ -169,6 +170,18 @@ def test_a_disk_error_of_one_rank_passes(run, tmp_path):
     assert names == [f"step_0000000{n}" for n in (2, 3, 5, 6)]
     assert "the part of rank 1 could not be written (1 of 3): no luck" in told
     assert "rank_1_of_2.pt" in told
+
+
+def test_a_backup_has_the_parts_of_the_newest_save_alone(copy, tmp_path):
+    """Of the same step, which another number of ranks had saved before."""
+    disk, saved = tmp_path / "disk2", Checkpoint(copy / "checkpoints/step_00000006")
+    backup = Backup(f"file://{disk}", copy, None)
+    backup.upload(saved)
+    for rank in (1, 0):
+        os.replace(saved.path / f"rank_{rank}_of_2.pt", saved.path / f"rank_{rank}_of_3.pt")
+    shutil.copy(saved.path / "rank_1_of_3.pt", saved.path / "rank_2_of_3.pt")
+    backup.upload(saved)
+    assert Checkpoint(disk / "checkpoints/step_00000006").find_damage() is None
 
 
 @pytest.mark.slow

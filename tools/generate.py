@@ -116,6 +116,7 @@ class Writer:
         self.source, self.options = source, options
         self.device = pick_device(options.device, 0)
         self.model, self.tokenizer, folder = open_model(source, options.trust_remote_code)
+        self.tokenizer.clean_up_tokenization_spaces = False  # it would change text once printed
         self.model.to(self.device).eval()
         ours = isinstance(self.model, Transformer)
         self.context = self.model.cfg.seq_len if ours else self.model.cfg.max_position  # in tokens
@@ -139,17 +140,12 @@ class Writer:
             print("note: dropped the oldest question to make room", file=sys.stderr)
 
     def ids(self, text: str, start: list[int]) -> list[int]:
-        """The ids of a text after `start`, as data.py writes them; at least one.
-
-        Raises ConfigError for an id that only the tokenizer has.
-        """
+        """Ids of a text after `start`, as data.py writes them; at least one. Raises ConfigError."""
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # of a terminal
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = ids if ids[: len(start)] == start else start + ids
-        known = self.model.cfg.vocab_size
-        if odd := [i for i in ids if i >= known]:
-            raise ConfigError(f"{self.source}: {self.tokenizer.decode(odd[:1])!r} in the prompt is "
-                              f"token {odd[0]:,}, and the model has {known:,}")
+        if (top := max(ids, default=0)) >= self.model.cfg.vocab_size:
+            raise ConfigError(f"{self.source}: has no token {top}, {self.tokenizer.decode(top)!r}")
         return ids or [self.tokenizer.eos_token_id or 0]
 
     def write(self, prompt: list[int]):
@@ -169,9 +165,8 @@ class Writer:
     def add(self, token: torch.Tensor):
         self.new += [i for i in token.tolist() if i not in self.stop]
         ids = self.printed + self.new
-        # a cleanup would take spaces out of what is printed, and so letters from what follows
-        how = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        old, text = (self.tokenizer.decode(x, **how) for x in (self.printed, ids))
+        old, text = (self.tokenizer.decode(x, skip_special_tokens=True)
+                     for x in (self.printed, ids))
         if not text.endswith("\ufffd"):  # else inside a character
             print(text[len(old) :], end="", flush=True)
             self.text += text[len(old) :]
@@ -234,9 +229,8 @@ def talk(writer: Writer, options: ChatOptions):
 
 def evaluate(source: Path, options: EvalOptions) -> str:
     """Scores by lm-evaluation-harness, of a run's temporary export. Raises ConfigError."""
-    tasks = []
-    for name in filter(None, ",".join(options.tasks).split(",")):
-        tasks += sorted(map(str, Path(name).glob("*.yaml"))) or [name]  # of a folder
+    tasks = [task for name in filter(None, ",".join(options.tasks).split(","))
+             for task in sorted(map(str, Path(name).glob("*.yaml"))) or [name]]  # of a folder
     if not tasks:
         raise ConfigError("--tasks: expected names or files of tasks, such as --tasks hellaswag")
     try:

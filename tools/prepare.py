@@ -88,10 +88,8 @@ class Encoder:
                 self.before = ""
             self.prefix = tokenizers.text_start(self.tokenizer)
             model = self.tokenizer.backend_tokenizer.model
-            if hasattr(model, "unk_token"):
-                self.unknown = model.unk_token and model.token_to_id(model.unk_token)
-            else:  # Unigram's, whose name its tokenizer may not know
-                self.unknown = json.loads(model.__getstate__()).get("unk_id")
+            state = json.loads(model.__getstate__())  # of a Unigram it has an id, else a token
+            self.unknown = state.get("unk_id", model.token_to_id(state.get("unk_token") or ""))
 
     def __getitem__(self, chunk: list[tuple]) -> tuple[dict[str, tuple], Counter] | ConfigError:
         """(split → arguments of TokenWriter.add, counts for the summary), or an error."""

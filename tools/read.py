@@ -114,11 +114,6 @@ def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
         if is_saved or here.resolve() == out:
             folders.clear()
             continue
-        for name in folders:  # os.walk does not follow links
-            if name.startswith("."):
-                counts["skipped", "hidden folder"] += 1
-            elif (here / name).is_symlink():
-                counts["skipped", "link to a folder"] += 1
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in map(here.joinpath, names):
             if kind_of(path):
@@ -212,12 +207,10 @@ def read_records(path: Path, options) -> Iterator:
                 raise ConfigError(f"{path}: two columns have the same name")
             yield from rows
             return
-        begin, line = file.tell(), b""
-        if kind == "json":  # the first line that is not blank
-            line = next(filter(bytes.strip, iter(lambda: file.readline(LINE_BYTES), b"")), b"")
-            file.seek(begin)
-        several = line.endswith(b"\n") and not line.rstrip().endswith(b"}")
-        if line.lstrip().startswith(b"[") or several:
+        begin, lines = file.tell(), iter(lambda: file.readline(LINE_BYTES), b"")
+        line = next(filter(bytes.strip, lines), b"").strip(b" \t\r") if kind == "json" else b""
+        file.seek(begin)
+        if line.startswith(b"[") or line.endswith(b"\n") and not line.rstrip().endswith(b"}"):
             # the objects of arrays, or objects over several lines, one after another
             text, at, decoder = file.read().decode().lstrip(), 0, json.JSONDecoder()
             while at < len(text):
@@ -225,7 +218,7 @@ def read_records(path: Path, options) -> Iterator:
                 yield from value if isinstance(value, list) else [value]
                 at = json.decoder.WHITESPACE.match(text, at).end()
             return
-        for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), 1):
+        for number, line in enumerate(lines, 1):
             if len(line) == LINE_BYTES:
                 raise ConfigError(f"{path}:{number}: a line of {LINE_BYTES:,} bytes or more")
             yield line

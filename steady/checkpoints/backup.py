@@ -75,7 +75,9 @@ class Backup:
                 self.fs.makedirs(str(Path(key).parent), exist_ok=True)
                 self.fs.put_file(str(file), key)
             kept = {f"checkpoints/{own.name}" for own in list_checkpoints(held.path.parent)}
-            for old in remote_checkpoints(self.fs).keys() - kept - {name}:
+            found = remote_checkpoints(self.fs)
+            stray = {*found.get(name, ())} - files.keys()  # parts of another number of ranks
+            for old in stray | found.keys() - kept - {name}:
                 self.fs.rm(old, recursive=True)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)

@@ -46,7 +46,6 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     progress, writer, data = run.progress, run.dir.writer, run.train_data
     if not writer or run.dir.saved == progress:
         return
-    run.dir.saved = dataclasses.replace(progress)
     run.ranks.shards.tensors |= run.ranks.shards.tensors_of(run.model)  # buffers may be new ones
     state = dict(
         format=checkpoints.FORMAT,
@@ -65,6 +64,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         base=getattr(run.model, "base", None),  # of adapters
     )
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None, alone)
+    run.dir.saved = dataclasses.replace(progress)  # not if `save` raised, as another rank was lost
 
 
 def parameter_names(run, optimizer) -> list[str]:
@@ -91,7 +91,7 @@ def load_checkpoint(run, checkpoint: Checkpoint):
         averages = {name: state["model"][name] for name in run.ema.tensors}
         copy_weights(checkpoint, state.get("ema") or averages, run.ema.tensors)
     release(run.model)
-    restore_optimizers(run, checkpoint, state)
+    restore_optimizers(run, checkpoint, state, moved=len(states) != shards.size)
     restore_progress(run, state)
     run.ranks.minimum(1)  # a barrier: the next save may replace it
     guard.nonfinite.copy_(state["nonfinite"])
@@ -101,8 +101,9 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     run.dir.saved = dataclasses.replace(run.progress)
 
 
-def restore_optimizers(run, checkpoint: Checkpoint, state: dict):
-    """Give each parameter, by name, its optimizer state. Raises ConfigError."""
+def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
+    """Give each parameter, by name, its optimizer state. moved: saved by other ranks; then each
+    tensor needs rows like its parameter's. Raises ConfigError."""
     held = [parameter_names(run, optimizer) for optimizer in run.optimizers]
     if [set(names) for names in held] != [set(names) for names in state["optimizer_names"]]:
         raise ConfigError(f"{checkpoint}: its optimizers hold other parameters; resume with the "
@@ -111,12 +112,18 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict):
     for optimizer, mine, (saved, names) in zip(run.optimizers, held, pairs, strict=True):
         states = {i if isinstance(i, str) else mine.index(names[i]): each  # a name of its own
                   for i, each in saved["state"].items()}
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, name in enumerate(mine) if moved else ():
+            for key, x in states.get(i, {}).items():
+                if isinstance(x, torch.Tensor) and x.ndim and len(x) != len(params[i]):
+                    raise ConfigError(f"{checkpoint}: {type(optimizer).__name__}'s {key} of {name} "
+                                      "has no rows like its weight's; expected as many ranks again")
         groups = optimizer.state_dict()["param_groups"]
         if len(groups) == len(saved["param_groups"]):
             for group, before in zip(groups, saved["param_groups"], strict=True):
                 group.update((k, before[k]) for k in before.keys() - OF_THIS_RUN)
         optimizer.load_state_dict(saved | {"state": states, "param_groups": groups})
-        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for i, p in enumerate(params):
             optimizer.state[p] |= {  # in their own dtype: torch has cast them to the weight's
                 name: x.to(p.device) for name, x in states.get(i, {}).items()
                 if isinstance(x, torch.Tensor) and x.dtype != optimizer.state[p][name].dtype}

@@ -34,7 +34,7 @@ class Writer:
         self.buffers, self.thread, self.step = {}, None, 0
         self.stream = self.copied = None  # on CUDA: for copies; the event that ends the newest
         self.failures, self.reason = 0, ""  # saves in a row that failed; the last error
-        self.written = None  # the step of the newest file
+        self.written = None  # the step of the newest checkpoint that this rank saw complete
 
     def save(self, step: int, state: dict, is_best: bool = False, updated=None, alone=False):
         """Copy `state` and write it as step_N.pt and, if it is the best, as best.pt.
@@ -125,8 +125,10 @@ class Writer:
         try:
             draft.mkdir(exist_ok=True)
             retry(lambda: write_checkpoint(draft / parts[self.rank], state))
-            self.written, now = step, time.monotonic()
+            now = time.monotonic()
             if self.rank:
+                if Checkpoint(draft).exists() or Checkpoint(path).exists():
+                    self.written = step
                 return
             patience = max(PATIENCE, 3 * (now - began))
             while missing := set(parts) - set(os.listdir(draft)):
@@ -134,6 +136,7 @@ class Writer:
                     raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
                 time.sleep(0.02)
             put_in_place(draft, path)
+            self.written = step
         except Exception:
             if self.rank == 0 and not self.hurry:  # else the next start takes it, once complete
                 shutil.rmtree(draft, ignore_errors=True)

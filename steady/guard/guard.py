@@ -116,13 +116,13 @@ class Spikes:
         self.seen.append(torch.cat((torch.where(spike, sigmas.max(), 0.0)[None], latest)))
         return spike.float()
 
-    def take(self, step: int) -> dict[str, int]:
-        """A column: spikes in the steps since the last call, up to `step`; warns of them."""
+    def take(self, step: int, warns: bool) -> dict[str, int]:
+        """A column: spikes in the steps since the last call, up to `step`; may warn of them."""
         table = torch.stack([*self.seen]).tolist() if self.seen else []
         self.seen.clear()
         found = [f"step {i} (loss {loss:.4g}, gradient norm {norm:.4g}, {sigmas:.3g} sigmas)"
                  for i, (sigmas, loss, norm) in enumerate(table, step - len(table) + 1) if sigmas]
-        if found:
+        if found and warns:
             more = f" and {len(found) - 5} more" * (len(found) > 5)
             print(f"warning: step {step}: spikes, the updates were skipped: "
                   f"{', '.join(found[:5])}{more}", flush=True)

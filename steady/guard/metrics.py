@@ -40,7 +40,7 @@ def columns(run) -> dict:
     """More of a row of metrics.jsonl: tokens and epochs since the run began, and so on."""
     row, data = {"train/tokens": run.progress.tokens}, run.train_data
     if run.guard.spikes:
-        row |= run.guard.spikes.take(run.progress.step)
+        row |= run.guard.spikes.take(run.progress.step, run.ranks.rank == 0)
     if len(data.datasets) > 1:
         done = data.order.epochs(run.progress.position)
         row |= {f"train/epochs/{dataset.name}": epochs
@@ -53,6 +53,5 @@ def samples_of(run, step: int, rank: int) -> dict:
     data, n, progress = run.train_data, run.cfg.batch_size, run.progress
     first = progress.position - (progress.step - step + 1) * n
     first, end = data.share(first, n, rank, run.ranks.world_size)
-    sources = np.unique(data.order(first, end)[0])
-    return dict(positions=[first, end], datasets=[data.datasets[k].name for k in sources],
-                see=f"python data.py show {run.dir.path} {step}")
+    return dict(positions=[first, end], see=f"python data.py show {run.dir.path} {step}",
+                datasets=[data.datasets[k].name for k in np.unique(data.order(first, end)[0])])

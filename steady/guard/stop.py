@@ -95,7 +95,8 @@ class Stop:
                 os._exit(128 + number)
             if not first and number in STOPPING:
                 first = number
-                again = "; Ctrl-C again ends it at once" * (number == signal.SIGINT)
+                alone = not self.group and number == signal.SIGINT  # torchrun hands on only one
+                again = "; Ctrl-C again ends it at once" * alone
                 if self.rank == 0:
                     alert(f"{signal.Signals(number).name}: stopping after this step{again}")
         os.close(reader)  # the context has ended

@@ -37,8 +37,6 @@ class HFModel(nn.Module):
     """A causal language model of transformers behind the interface of our Transformer."""
 
     def __init__(self, cfg):
-        from transformers import GenerationConfig
-
         super().__init__()
         self.cfg = cfg
         folder = folders(cfg.init_from, cfg.trust_remote_code)[-1]
@@ -50,8 +48,8 @@ class HFModel(nn.Module):
             raise ConfigError(f"{folder}: cannot be trained on text alone: {reason(e)}") from e
         if (one - other).abs().max() > 1e-3 * one.abs().max():  # more than by rounding
             raise ConfigError(f"{folder}: its tokens attend to later ones; expected a causal model")
-        # its own may ask for beams, for code of the hub, or not be valid
-        self.module.generation_config = GenerationConfig()
+        # its own may ask for beams, or be invalid
+        self.module.generation_config = type(self.module.generation_config)()
         self.train()  # from_pretrained leaves it in evaluation mode
         if cfg.activation_checkpointing != "none":
             # transformers 5.23 warns of the older name

@@ -1,6 +1,7 @@
 """Folders of models, local or from the Hugging Face hub, and the tensors in them."""
 
 import json
+import re
 from pathlib import Path
 
 from steady.options import ConfigError
@@ -29,8 +30,7 @@ def reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return ("it comes with code, which would run on this machine: read it, then pass "
                 "--trust_remote_code")
-    first, *more = (str(error).strip() or type(error).__name__).splitlines()
-    return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
+    return re.sub(r":\s*\n\s*", ": ", str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -43,14 +43,13 @@ def load_tokenizer(name: str, needs_end: bool = True):
 loaded_tokenizer = lru_cache(load_tokenizer)
 
 
-def decode(tokenizer: str | None, ids: list[int]) -> str:
-    """The text of token ids. tokenizer: "bytes", a folder, or None for the ids themselves."""
-    if tokenizer == "bytes":
+def decode(name: str | None, ids: list[int]) -> str:
+    """The text of token ids. name: "bytes", a tokenizer's folder, or None for the ids as text."""
+    if name == "bytes":
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
-    if tokenizer is None:
+    if name is None:
         return " ".join(map(str, ids))
-    found = loaded_tokenizer(tokenizer, needs_end=False)
-    return found.decode(ids, clean_up_tokenization_spaces=False)
+    return loaded_tokenizer(name, needs_end=False).decode(ids, clean_up_tokenization_spaces=False)
 
 
 def text_start(tokenizer) -> list[int]:
