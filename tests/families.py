@@ -1,7 +1,7 @@
 """Small tokenizers and random models of families that people fine-tune, with their chat templates.
 
-The templates are written anew to give the same text as those of the models named, that of Mistral
-from memory; "marked" says itself which tokens are the assistant's.
+The templates are written anew to give the same text as those of the models named; those of Mistral
+and SmolLM3 are from memory.
 """
 
 from transformers import (
@@ -78,11 +78,21 @@ MISTRAL = (  # Mistral-7B-Instruct-v0.3
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"
     "{% elif m.role != 'system' %}{{ raise_exception('Only user and assistant roles are supported')"
     " }}{% endif %}{% endfor %}")
-MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}")
+SMOLLM3 = (  # without its tools, and with a constant date
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% set mode = '/no_think' if enable_thinking is defined and not enable_thinking or "
+    "'/no_think' in system else '/think' %}"
+    "{{ '<|im_start|>system\\n## Metadata\\n\\nKnowledge Cutoff Date: June 2025\\nToday Date: 01 "
+    "July 2025\\nReasoning Mode: ' + mode + '\\n\\n## Custom Instructions\\n\\n' }}"
+    "{{ (system.replace('/no_think', '').replace('/think', '').rstrip() or 'You are a helpful AI "
+    "assistant named SmolLM, trained by Hugging Face.') + '\\n\\n<|im_end|>\\n' }}"
+    "{% for m in messages %}{% set content = m.content if m.content is string else '' %}"
+    "{% if m.role == 'user' %}{{ '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}"
+    "{% elif m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\\n' + "
+    "('' if mode == '/think' else '<think>\\n\\n</think>\\n') + content.lstrip('\\n') + "
+    "'<|im_end|>\\n' }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + "
+    "('' if mode == '/think' else '<think>\\n\\n</think>\\n') }}{% endif %}")
 CHATML = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
           "<tool_response>", "</tool_response>", "<|endoftext|>"]
 # template, tokens outside the vocabulary, beginning of text, end of text, the config of the model
@@ -95,7 +105,7 @@ FAMILIES = {
     "gemma3": (GEMMA3, ["<start_of_turn>", "<end_of_turn>"], "<bos>", "<eos>", Gemma3TextConfig),
     "phi3": (PHI3, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], None, "<|endoftext|>",
              Phi3Config),
-    "marked": (MARKED, CHATML, None, "<|im_end|>", SmolLM3Config),
+    "smollm3": (SMOLLM3, CHATML, None, "<|im_end|>", SmolLM3Config),
 }
 
 TEXT = "The cat sat on a mat; naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n" * 20

@@ -90,7 +90,7 @@ def test_every_form_of_record_gives_the_same_tokens(form):
 
 
 def test_replies_in_a_prompt_do_not_count():
-    for family in ("qwen2", "marked"):  # without and with marks in the template
+    for family in ("qwen2", "smollm3"):  # without and with marks in the template
         tokenizer = tokenizer_of(family)
         one = dict(prompt=TALK[:3], completion=TALK[3:])
         (ids, mask), (all_ids, all_mask) = documents(tokenizer, one, dict(messages=TALK))
@@ -103,7 +103,7 @@ def test_replies_in_a_prompt_do_not_count():
 
 def test_replies_of_weight_0_do_not_count():
     """OpenAI's mark of a message that fine-tuning leaves out."""
-    for family in ("qwen2", "marked", "mistral"):  # also with marks; a document for each reply
+    for family in ("qwen2", "smollm3", "mistral"):  # also with marks; a document for each reply
         tokenizer = tokenizer_of(family)
         first, last = ([*TALK[:1], dict(TALK[1], weight=a), TALK[2], dict(TALK[3], weight=b)]
                        for a, b in ((1, 0), (0, 1)))
@@ -192,7 +192,7 @@ def test_what_counts_where_templates_write_turns_anew(family, messages, expected
     (dict(messages=[dict(TALK[0], content="\ud83d")]), "half of a character"),
 ])
 def test_what_cannot_be_written_is_refused(record, words):
-    for family in ("llama3", "marked"):  # without and with marks in the template
+    for family in ("llama3", "smollm3"):  # without and with marks in the template
         with pytest.raises(ConfigError) as e:
             documents(tokenizer_of(family), record)
         assert words in str(e.value)
@@ -258,7 +258,7 @@ def test_what_a_template_leaves_out_is_counted_by_name(made_of):
 
 
 def test_an_empty_reply_is_not_learned(made_of):
-    for family in ("qwen3", "marked"):  # without and with marks in the template
+    for family in ("qwen3", "smollm3"):  # without and with marks in the template
         tokenizer, empty = tokenizer_of(family), dict(role="assistant", content=" ")
         for last in (empty, dict(empty, id="a1")):  # no template writes an id
             (found,) = documents(tokenizer, dict(messages=[*TALK[:2], TALK[2], last]))
