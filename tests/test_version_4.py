@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, TEXT
-from test_families import TALKS, make_model
+from test_families import TALKS
 from test_huggingface import FAMILIES as ROPES
 from test_huggingface import KINDS, save_random
+from test_talk import folder_of
 from transformers import AutoModelForCausalLM
 
 from steady.tokens.tokenizers import byte_tokenizer, load_tokenizer
@@ -49,7 +50,7 @@ def test_version_4_reads_an_export_as_version_5_does(run, corpus, tmp_path):
              "--no_tensorboard", "--seq_len"]
     Path("chats.jsonl").write_text("".join(json.dumps(dict(messages=m)) + "\n" for m in TALKS))
     for name in FAMILIES:
-        make_model(tmp_path / name, name)
+        folder_of(tmp_path / name, name, std=None)
         assert prepare.main(["chats.jsonl", "--out", f"{name}-chats", "--tokenizer", name]) == 0
         run("--init_from", name, "--data", f"{name}-chats", "--out_dir", f"{name}-run", *flags, 192,
             bare=True)

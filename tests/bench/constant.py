@@ -3,10 +3,9 @@
     python -m tests.bench constant                 some 60 pairs of runs: 15 minutes, quiet machine
     CONSTANT_RUNS=10:20 python -m ...              those with these numbers
 
-Something avoidable is planted from the first step on: a line in a loop of somebody's own (also
-with the callback of docs/any-loop.md in a Hugging Face Trainer), or an option of train.py. The
-advice is then applied: the real gain is the difference to a run without the plant. Runs without
-any plant must get no advice. A run has one thread or two.
+Something avoidable is planted from the first step on: a line in a loop of somebody's own, or an
+option of train.py. The advice is then applied: the real gain is the difference to a run without
+the plant. Runs without any plant must get no advice. A run has one thread or two.
 """
 
 import os
