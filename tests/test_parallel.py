@@ -290,6 +290,23 @@ def test_a_metric_is_the_mean_of_the_ranks_that_log_it(run, tmp_path):
     assert [column(tmp_path / "r", name)[4] for name in "abcd"] == [2, 3, 1, 1]
 
 
+@pytest.mark.parametrize("names, code, said", [
+    (["x", "y"], 1, "KeyError: 'val/x'"),
+    (["xy", "yx"], 0, "validation x 3.0000 | y 5.0000 | loss"),  # added in another order
+])
+def test_a_mean_of_an_evaluation_is_of_all_ranks(run, names, code, said):
+    def hook(rank):
+        def add(self, name, values, batch):
+            for own in names[rank]:
+                value = {"x": 3.0, "y": 5.0}[own]
+                plain(self, f"val/{own}", torch.full_like(values, value), batch)
+            plain(self, name, values, batch)
+
+        plain, train.Means.add = train.Means.add, add
+
+    assert said in run(*FLAGS, ranks=2, hook=hook, expect=code)
+
+
 def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
     class Mine(torch.optim.Adafactor):
         pass

@@ -31,11 +31,12 @@ class Means:
 
         samples: the number evaluated. with_counts: show the number of tokens behind each mean.
         """
-        table = torch.stack(tuple(self.totals.values()))
+        names = self.ranks.broadcast([*self.totals])  # KeyError on a rank that lacks one
+        table = torch.stack([self.totals[name] for name in names])
         if self.ranks.world_size > 1:
             dist.all_reduce(table)
         row, tokens, data = {}, {}, self.data  # tokens: the number behind each mean
-        for name, (sums, counts) in zip(self.totals, table.tolist(), strict=True):
+        for name, (sums, counts) in zip(names, table.tolist(), strict=True):
             if not any(counts):
                 return {}, "without a target that counts"
             row[name], tokens[name] = sum(sums) / sum(counts), sum(counts)

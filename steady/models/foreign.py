@@ -48,8 +48,7 @@ class HFModel(nn.Module):
             raise ConfigError(f"{folder}: cannot be trained on text alone: {reason(e)}") from e
         if (one - other).abs().max() > 1e-3 * one.abs().max():  # more than by rounding
             raise ConfigError(f"{folder}: its tokens attend to later ones; expected a causal model")
-        # its own may ask for beams, or be invalid
-        self.module.generation_config = type(self.module.generation_config)()
+        self.module.generation_config = type(self.module.generation_config)()  # may be invalid
         self.train()  # from_pretrained leaves it in evaluation mode
         if cfg.activation_checkpointing != "none":
             # transformers 5.23 warns of the older name
