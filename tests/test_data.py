@@ -18,7 +18,7 @@ from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
 from steady.tokens.files import TokenFile, find_sources, stdlib
-from steady.tokens.order import mixture_pattern
+from steady.tokens.order import mixture_pattern, permute
 from steady.tokens.tokenizers import decode
 
 CPU = torch.device("cpu")
@@ -38,6 +38,17 @@ def token_folder(tmp_path, name="d", n=1000, vocab=100, dtype=np.uint16):
     for split in ("train", "val"):
         (np.arange(n) % vocab).astype(dtype).tofile(folder / f"{split}.bin")
     return folder
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 1000, 65537])
+def test_every_epoch_is_a_permutation(n):
+    i = np.arange(n, dtype=np.uint64)
+    orders = [permute(i, n, np.full(n, key, np.uint64)) for key in (1, 2)]
+    for order in orders:
+        assert np.array_equal(np.sort(order), i)
+    if n > 10:
+        assert not np.array_equal(*orders)  # another in each epoch
+        assert abs(np.corrcoef(orders[0][:-1], orders[0][1:])[0, 1]) < 4 / np.sqrt(n)
 
 
 def test_the_order_is_the_one_that_earlier_runs_were_trained_in():

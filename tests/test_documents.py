@@ -104,18 +104,63 @@ def test_padded_grouped_and_packed_have_the_loss_of_each_document_alone(folder):
     assert packed.n_samples == 225  # rows, as by best fit; the tokens alone fill 217
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_packing_is_best_fit_decreasing(seed):
-    """One document at a time, as lengths that are all different have it."""
-    lengths, room = np.random.default_rng(seed).choice(np.arange(1, 101), 60, replace=False), []
+def best_fit(lengths, seq_len):
+    """Room left in each row by best fit decreasing, one document at a time."""
+    room = []
     for n in sorted(lengths, reverse=True):
         fits = [r for r in room if r >= n]
         if fits:
             room.remove(min(fits))
-        room.append((min(fits) if fits else 100) - n)
-    order, starts = pack(lengths, 100)
-    assert sorted(order) == list(range(60))
-    assert sorted(100 - np.add.reduceat(lengths[order], starts[:-1])) == sorted(room)
+        room.append((min(fits) if fits else seq_len) - n)
+    return sorted(room)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packing_takes_each_document_once_and_fills_rows(seed):
+    rng = np.random.default_rng(seed)
+    seq_len = int(rng.integers(8, 200))
+    lengths = np.clip(rng.lognormal(3, 1, int(rng.integers(1, 3000))), 1, seq_len).astype(int)
+    different = rng.choice(np.arange(1, 101), 60, replace=False)  # then it is best fit exactly
+    for found, size in ((lengths, seq_len), (different, 100)):
+        order, starts = pack(found, size)
+        assert np.array_equal(np.sort(order), np.arange(len(found)))
+        assert starts[0] == 0 and starts[-1] == len(found) and (np.diff(starts) > 0).all()
+        room = size - np.add.reduceat(found[order], starts[:-1])
+        assert room.min() >= 0 and len(room) <= 1.02 * len(best_fit(found, size)) + 1
+    assert sorted(room) == best_fit(different, 100)
+
+
+def rows_that_count(batch) -> list:
+    """(token, target) at each place that is no padding, of each row with a target."""
+    found = [[pair for pair in zip(*row, strict=True) if pair != (256, IGNORE)]
+             for row in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True)]
+    return sorted(row for row in found if any(target != IGNORE for _, target in row))
+
+
+@pytest.mark.parametrize("how", ["dynamic", "grouped", "packed", "stream"])
+@pytest.mark.parametrize("world_size, micro_batch", [
+    (1, 4), (1, 16), (2, 8), (3, 5), (4, 2), (5, 2), (7, 1), (8, 2), (15, 1), (16, 1)])
+def test_a_step_has_the_same_tokens_on_any_ranks(folder, how, world_size, micro_batch):
+    """Surplus rows are padding; each target counts once."""
+    found = mixture(folder, mode=how if how in ("packed", "stream") else "auto")
+    found.group_by_length(2 * (how != "dynamic"), 16)
+    cfg = tiny_config(batch_size=16, seq_len=SEQ_LEN)
+    ranks = [list(data.loader(found, cfg, 48, 3, micro_batch, rank, world_size, CPU, 0))
+             for rank in range(world_size)]
+    per_step = -(-16 // (micro_batch * world_size))
+    assert [[len(batch.tokens) for batch in batches] for batches in ranks] == [
+        [micro_batch] * 3 * per_step] * world_size
+    for step in range(3):
+        start = 48 + 16 * step
+        batches = [b for batches in ranks for b in batches[step * per_step :][:per_step]]
+        whole = found.batch(start, start + 16).to(CPU)
+        assert rows_that_count(whole) == sorted(sum(map(rows_that_count, batches), []))
+        real = 16 * SEQ_LEN
+        if how != "stream":
+            d = found.datasets[0]
+            held = [d.documents_of(s) for s in found.order(start, start + 16)[1]]
+            real = d.document_lengths[np.concatenate(held)].sum()
+        assert found.count_tokens(start, 16) == real <= sum(b.tokens.numel() for b in batches)
 
 
 def test_what_is_said_of_documents_is_what_they_are(folder):
