@@ -35,6 +35,29 @@ model = Qwen2ForCausalLM(Qwen2Config(
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 """
 
+PLAIN = MODEL + """
+def load(step):
+    if step >= planted:
+        time.sleep(0.04)
+    return torch.randint(64, (2, 16))
+
+monitor = Monitor("run", log_interval=10, last_step=last)
+for step in range(first, last + 1):
+    monitor.phase("data")
+    batch = load(step)
+    monitor.phase("forward")
+    loss = model(batch, labels=batch).loss
+    monitor.phase("backward")
+    loss.backward()
+    monitor.phase("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+    monitor.step(step, loss=loss, tokens=batch.numel())
+    if step == die_at:
+        raise RuntimeError("it dies")
+monitor.close()
+"""
+
 NANOGPT = MODEL + """
 def get_batch():
     return torch.randint(64, (4, 16))
@@ -98,7 +121,8 @@ EXTRA
 USE = re.search(r"```python\n(monitor = .*?)```", DOCS[DOCS.index("Hugging Face"):], re.S)[1]
 CALLBACK = re.search(r"```python\n(from functools.*?)```", DOCS, re.S)[1]
 TRAINER = TRAINER.replace("EXTRA", USE.replace('"runs/mine"', '"run", 10'))
-LOOPS = {"nanogpt": (NANOGPT, "noise"), "trainer": (TRAINER, "Rows.__getitem__")}
+LOOPS = {"plain": (PLAIN, "load"), "nanogpt": (NANOGPT, "noise"),
+         "trainer": (TRAINER, "Rows.__getitem__")}
 
 
 @pytest.fixture(params=LOOPS)
@@ -149,8 +173,8 @@ def check_columns(run_dir):
     assert shown == pytest.approx(column(run_dir, "train/loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("loop", ["nanogpt", pytest.param("trainer", marks=pytest.mark.slow)],
-                         indirect=True)
+@pytest.mark.parametrize("loop", ["plain", *(pytest.param(name, marks=pytest.mark.slow)
+                                             for name in ("nanogpt", "trainer"))], indirect=True)
 def test_its_rows_and_its_lines(loop):
     run_dir, _, function = loop(0, 0, STEPS)  # as nanoGPT counts; a Trainer from 1
     check_columns(run_dir)
@@ -186,7 +210,7 @@ def test_a_loop_that_dies_is_continued_or_begun_again(loop):
     assert max(before) == 30
     events = events_of(run_dir / "tensorboard").Scalars("train/loss")
     assert [event.step for event in events] == list(before)
-    if loop.name != "nanogpt":
+    if loop.name != "plain":
         return
     loop(10**6, 21, 60)  # as from a checkpoint of step 20
     after = column(run_dir, "train/loss")
