@@ -102,8 +102,7 @@ def load_checkpoint(run, checkpoint: Checkpoint):
 
 
 def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
-    """Give each parameter, by name, its optimizer state. moved: saved by other ranks; then each
-    tensor needs rows like its parameter's. Raises ConfigError."""
+    """Give each parameter, by name, its optimizer state. Raises ConfigError."""
     held = [parameter_names(run, optimizer) for optimizer in run.optimizers]
     if [set(names) for names in held] != [set(names) for names in state["optimizer_names"]]:
         raise ConfigError(f"{checkpoint}: its optimizers hold other parameters; resume with the "
@@ -113,7 +112,7 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
         states = {i if isinstance(i, str) else mine.index(names[i]): each  # a name of its own
                   for i, each in saved["state"].items()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, name in enumerate(mine) if moved else ():
+        for i, name in enumerate(mine) if moved else ():  # else each rank has what it saved
             for key, x in states.get(i, {}).items():
                 if isinstance(x, torch.Tensor) and x.ndim and len(x) != len(params[i]):
                     raise ConfigError(f"{checkpoint}: {type(optimizer).__name__}'s {key} of {name} "

@@ -1,6 +1,6 @@
 """Slow from the first step: is it noticed, named, and is the promised gain there?
 
-    python -m tests.bench constant                 some 60 pairs of runs: 15 minutes, quiet machine
+    python -m tests.bench constant                 some 60 pairs of runs: 25 minutes, quiet machine
     CONSTANT_RUNS=10:20 python -m ...              those with these numbers
 
 Something avoidable is planted from the first step on: a line in a loop of somebody's own, or an
