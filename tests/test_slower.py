@@ -22,7 +22,7 @@ from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import OTHERS, longer_lines
 from steady.watch.report import findings, news, report, report_text
 from steady.watch.slow import slow
-from steady.watch.slower import LINE_SURE, slowdown
+from steady.watch.slower import slowdown
 from tests.bench.diagnosis import RESULTS, diagnosed, kept, score
 
 SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "other": 0.05}
@@ -345,15 +345,13 @@ def test_less_work_in_the_same_time_is_no_slow_down():
 
 
 def test_of_a_function_the_line_that_has_grown_is_named():
-    """By more than a slower machine would explain, and not of three looks."""
+    """By more than a slower machine would explain."""
     looks = ({"m.py:1 f": 60, "m.py:2 f": 10, "m.py:9 g": 30},
              {"m.py:1 f": 60, "m.py:2 f": 110, "m.py:3 f": 5, "m.py:9 g": 30, OTHERS: 5})
     for factor in (1.0, 1.5):
         (ms, _, place), (_, _, other) = longer_lines([10.0, 21.0], looks, factor)
         assert (place, other) == ("m.py:2 f", "m.py:9 g")
         assert ms == pytest.approx(17.5 - factor * 7.0)
-    ((ms, error, _),) = longer_lines([0.1, 5.0], ({}, {"data.py:5 augment": 3}), 1.0)
-    assert ms < LINE_SURE * error  # three looks are too few
 
 
 def test_real_runs_are_diagnosed_as_well_as_ever():
@@ -542,13 +540,7 @@ def test_time_is_promised_once():
 
 def test_it_is_reported_once_also_after_a_restart():
     rows = rows_of({"data": 14.0}, {"data": {"my_data.py:6 augment": 9}}, logs=60)
-    history, reported = History(), []
-    for row in rows:
-        history.append(row)
-        for found in news(history):
-            reported.append((row["step"], found.code))
-            history.append({"step": row["step"], "finding": found.row()})
-    assert reported == [(120, "slow")]
+    assert [(step, found.code) for step, found in live(rows)] == [(120, "slow")]
     again = History([*rows[:30], {"step": 600, "finding": {"code": "slow", "since": 20}},
                      rows[30] | {"perf/startup_s": 3.0}, *rows[31:]])
     assert [found.code for found in news(again)] == []
