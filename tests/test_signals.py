@@ -29,7 +29,6 @@ from test_watchdog import at_step, hang_of, stuck
 import data
 import train
 from steady.checkpoints import backup
-from steady.checkpoints.writer import Writer
 from steady.models.evaluation import Means
 
 FLAGS = ["--out_dir", "r", "--save_interval", 4, "--eval_interval", 6, "--eval_steps", 0,
@@ -248,29 +247,3 @@ def test_ctrl_c_ends_the_search_for_rank_0(tmp_path):
     wait_for(tmp_path / "begun")
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == -signal.SIGINT
-
-
-def test_a_save_is_waited_for(corpus, tmp_path):
-    def hook():
-        plain, plain_update, updates = Writer.write_files, train.update, []
-
-        def update(*args):
-            updates.append(1)
-            return plain_update(*args)
-
-        def write_files(self, path, step, state):
-            if step == 4:
-                while len(updates) < 6:
-                    time.sleep(0.01)
-                Path("stuck").touch()
-                time.sleep(2)
-            plain(self, path, step, state)
-
-        Writer.write_files, train.update = write_files, update
-
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG], hook)
-    wait_for(tmp_path / "stuck")
-    process.kill(signal.SIGTERM)
-    assert process.code(30) == 143, process.text()
-    step = steps(tmp_path / "run")[-1]
-    assert step > 4 and f"stopped at step {step} by SIGTERM" in process.text()
