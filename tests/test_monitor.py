@@ -245,24 +245,6 @@ def test_metrics_are_means_over_the_interval(tmp_path, clock):
     assert report(tmp_path)["seconds"]["other"] == pytest.approx(0.035, abs=0.006)
 
 
-def test_tensors_leave_the_device_in_one_copy(tmp_path, clock, monkeypatch):
-    """Each would wait for a GPU."""
-    m, copies, plain = make(tmp_path, log_interval=2), [], torch.Tensor.tolist
-    for k in range(3):
-        m.log(f"health/{k}", torch.tensor(2.0), torch.tensor(True) if k else 1)
-
-    def tolist(tensor):
-        copies.append(tensor)
-        return plain(tensor)
-
-    m.steps, m.losses, m.grad_norms = 1, [torch.tensor(3.0)], [torch.tensor(3.0)]
-    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    row, *_ = m.gather_values(2)
-    assert len(copies) == 1
-    assert [row[f"health/{k}"] for k in range(3)] == [2.0] * 3
-    assert row["train/loss"] == 3.0
-
-
 def test_what_other_loops_pass(tmp_path):
     """A loss that is added to, steps that meet no interval; what lies in the folder is kept."""
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')

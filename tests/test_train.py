@@ -411,7 +411,8 @@ class Syncs(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("flags", [[], ["--optimizer", "adamw", "--dropout", "0.1",
-                                        "--micro_batch_size", "2", "--skip_spikes", "6"]])
+                                        "--micro_batch_size", "2", "--skip_spikes", "6"],
+                                   ["--monitoring", "full"]])
 def test_an_ordinary_step_never_syncs_with_the_device(run, monkeypatch, flags):
     syncs, per_step, plain_check = Syncs(), [], train.Guard.check
     for name in ("tolist", "numpy", "cpu", "item", "__float__", "__bool__", "__int__"):
