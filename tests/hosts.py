@@ -109,16 +109,13 @@ class Host:
             f"netns {self.inside.holder.pid} && ip link set {self.port} master switch up")
         self.call(f"ip address add {self.address}/24 dev eth0 && ip link set eth0 up")
 
-    def link(self, up: bool):
-        self.switch.call(f"ip link set {self.port} {'up' if up else 'down'}")
-
     def kill(self):
         """SIGKILL to all its processes; the kernel closes their connections, which peers see."""
         self.inside.kill()
 
     def cut_power(self):
         """End it without a packet that would tell its peers."""
-        self.link(up=False)
+        self.switch.call(f"ip link set {self.port} down")
         self.kill()
 
 
