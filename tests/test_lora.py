@@ -1,6 +1,6 @@
 """Adapters beside frozen weights, added rows of a vocabulary, and the defaults of fine-tuning."""
 
-# ruff: noqa: F401, F811 -- a fixture of another file
+# ruff: noqa: F401, F811 -- fixtures of another file
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import column, largest_file
 from safetensors.torch import load_file, save_file
-from test_huggingface import FAMILIES, SMALL, relative, save_random, tune
+from test_huggingface import FAMILIES, SMALL, relative, save_random, tokens, tune
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3MoeConfig
 
 import config
@@ -26,12 +26,6 @@ from tools import generate as generation
 
 LORA = ["--init_from", "m", "--lora_rank", 4, "--learning_rate", 1e-2]
 PHI3 = Phi3Config(**SMALL | dict(pad_token_id=256), tie_word_embeddings=False)
-
-
-@pytest.fixture
-def tokens():
-    torch.manual_seed(1)
-    return torch.randint(257, (2, 30))
 
 
 def adapted(folder, corpus, dtype=torch.float32, **options):
