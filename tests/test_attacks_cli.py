@@ -232,7 +232,7 @@ def test_closed_streams_are_opened_on_nothing(tmp_path):
     assert done.returncode == 7 and (tmp_path / "file").read_text() == "True ''"
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "full disk"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "other file", "full disk"])
 def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, tool, kind):
     monkeypatch.chdir(tmp_path)
     page, other, write = Path("page.html"), Path("other.html"), Path.write_text
@@ -240,7 +240,8 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, tool, kind
     Path("r/metrics.jsonl").write_text('{"step": 1}\n')
     other.write_text("<!doctype html>")
     {"pipe": lambda: os.mkfifo(page), "folder": page.mkdir, "full disk": page.touch,
-     "link": lambda: page.symlink_to(other)}[kind]()
+     "link": lambda: page.symlink_to(other),
+     "other file": lambda: page.write_text("no page at all.")}[kind]()
 
     def full(path, text, *rest):
         write(path, text[:999], *rest)
@@ -252,6 +253,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, tool, kind
     assert tool(report_command, "r", "--html", "page.html", expect=2).err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == files and other.read_text() == "<!doctype html>"
     assert not page.is_file() or page.stat().st_size in (0, len("<!doctype html>"))
+    assert tool(report_command, "r", "--html", "none/page.html", expect=2).err.count("\n") == 1
     assert tool(report_command, "r/7", expect=2).err == (
         "monitor.py: error: r/7: no such run, there is no metrics.jsonl in it\n")
 

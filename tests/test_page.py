@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ import tracemalloc
 import conftest
 import numpy as np
 import pytest
+from test_slower import row_of
 
 from steady.watch import history as telemetry
 from steady.watch.report import report
@@ -80,14 +80,12 @@ def long_run(logs: int, slow_from: int, every=50):
         ms |= dict(zip(telemetry.OUTSIDE_PHASES, (1, 2, 1), strict=True))
         ms = {name: value * rng.uniform(0.98, 1.02) for name, value in ms.items()}
         ms["data"] += 20 * (k >= slow_from)
-        step_ms = sum(ms[name] for name in telemetry.STEP_PHASES)
-        yield {"step": every * k, "train/loss": 5 * k**-0.1 + rng.normal(0, 0.02),
+        row = row_of(every * k, **ms)
+        yield {**row, "train/loss": 5 * k**-0.1 + rng.normal(0, 0.02), "perf/mfu": 0.4,
                "train/grad_norm": rng.uniform(0.9, 1.1), "train/learning_rate": 1e-3,
-               "perf/step_ms": step_ms, "perf/step_ms_median": step_ms, "perf/mfu": 0.4,
-               "perf/tflops": 100 / step_ms, "perf/tokens_per_second": 1e6 / step_ms,
+               "perf/tokens_per_second": 1e6 / row["perf/step_ms"],
                "memory/host_rss_gb": 1.0, "memory/peak_gb": 60.0, "ranks_ms": [40.0] * 7 + [60.0],
                "perf/slowest_rank": 7, "perf/slowest_rank_ratio": 1.5, "perf/slowest_rank_phase": 0,
-               **{f"perf/{name}_ms": value for name, value in ms.items()},
                **{f"health/update_ratio/blocks.{i}": 1e-3 * (i + 1) for i in range(32)}}
         if k == logs // 3:
             yield {"step": every * k - 7, "anomaly": "loss spike", "value": 9.0, "median": 2.0,
@@ -97,7 +95,9 @@ def long_run(logs: int, slow_from: int, every=50):
 def test_a_long_run_is_thinned_and_loses_no_event(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "POINTS", 100)
     write_rows(tmp_path / "r", long_run(180, slow_from=121))
+    (tmp_path / "r/config.yaml").write_text("a: [")  # it cannot be read
     (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
+    assert told["config"] == {}
     losses = [row["train/loss"] for row in long_run(180, 121) if "train/loss" in row]
     steps, means = told["lines"]["train/loss"]
     assert len(steps) == page.POINTS and steps[-1] == 180 * 50
@@ -144,34 +144,6 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, capsys):
     capsys.readouterr()
     assert main([str(folder), "--json"]) == 0 and "NaN" not in capsys.readouterr().out
     assert told["config"] == {EVIL: EVIL}
-
-
-def test_what_cannot_be_drawn_leaves_the_rest_of_its_row(tmp_path):
-    """As a fork's own metrics: the row still counts in the report and on the page."""
-    rows = list(long_run(40, slow_from=99))
-    odd = {"own/flag": True, "own/text": "x", "own/list": [1.0], "train/grad_norm": "x",
-           "perf/mfu": "high", "perf/data_fraction": None, "perf/tokens_per_second": math.nan,
-           "perf/forward_ms": 1e308, "perf/slowest_rank": -1, "goodput/wall_s": 1}
-    write_rows(tmp_path / "r", [row | odd for row in rows])
-    (tmp_path / "r/config.yaml").write_text("a: [")
-    (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
-    steps, losses = told["lines"]["train/loss"]
-    assert told["step"] == 2000 and len(steps) == 40
-    assert losses[-1] == pytest.approx(rows[-1]["train/loss"], rel=1e-3)
-    assert not told["lines"].keys() & odd.keys() and told["config"] == {}
-    found = report(tmp_path / "r")
-    assert found["figures"]["train/loss"] == rows[-1]["train/loss"]
-
-
-def test_what_cannot_be_read_or_written_is_one_line(tmp_path, capsys):
-    write_rows(tmp_path / "r", long_run(3, 9))
-    assert main([str(tmp_path / "r"), "--html", str(tmp_path / "none/page.html")]) == 2
-    assert main([str(tmp_path / "none"), "--html", str(tmp_path / "page.html")]) == 2
-    metrics = (tmp_path / "r/metrics.jsonl").read_bytes()
-    assert main([str(tmp_path / "r"), "--html", str(tmp_path / "r/metrics.jsonl")]) == 2
-    assert (tmp_path / "r/metrics.jsonl").read_bytes() == metrics
-    assert [line.partition(" error: ")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "monitor.py:"] * 3
 
 
 def test_text_that_is_no_unicode_is_escaped(tmp_path, capsys):
