@@ -19,7 +19,7 @@ from tests.bench.common import Figure
 SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.15, "other": 0.05}
 
 
-def trace(rng, logs: int, kind: str, log_interval: int = 50):
+def trace(rng, logs: int, kind: str, log_interval: int):
     """(rows, step at which it is 5 % slower or None, phase that grows)."""
     steps = np.arange(1, logs * log_interval + 1)
     noise = np.exp(rng.normal(0, rng.uniform(0.01, 0.05), len(steps)))
@@ -48,16 +48,16 @@ def trace(rng, logs: int, kind: str, log_interval: int = 50):
     return rows, slow_at, phase
 
 
-def simulate(traces: int, seed: int = 0, logs: int = 120, log_interval: int = 50) -> dict:
-    rng = np.random.default_rng(seed)
+def simulate(traces: int, logs: int = 120, log_interval: int = 50) -> dict:
+    rng = np.random.default_rng(0)
     found = alarms = false = phases = shapes = slow = 0
     for i in range(traces):
         kind = ("none", "jump", "creep")[i % 3]
         rows, slow_at, phase = trace(rng, logs, kind, log_interval)
         events = slowdown(History(rows))
         early = events if slow_at is None else []
-        if kind == "jump":  # before it there is nothing to find
-            early = [e for e in events if e.since < start_of(slow_at, log_interval)]
+        if kind == "jump":  # nothing to find before it, but in the five logs that may look slower
+            early = [e for e in events if e.since < slow_at - 5 * log_interval]
         false, alarms = false + len(early), alarms + len(events)
         slow += slow_at is not None
         in_time = slow_at is not None and slow_at // log_interval + 10
@@ -71,14 +71,9 @@ def simulate(traces: int, seed: int = 0, logs: int = 120, log_interval: int = 50
                 phase=phases / max(1, found), shape=shapes / max(1, found))
 
 
-def start_of(step: int, log_interval: int) -> int:
-    """The first step of the logs that may already look slower."""
-    return step - 5 * log_interval
-
-
-def false_alarms(steps: int, seed: int = 1, log_interval: int = 50) -> int:
+def false_alarms(steps: int, log_interval: int) -> int:
     """Alarms in `steps` steps of noise, in runs of a million steps each."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     logs = min(steps, 10**6) // log_interval
     count = 0
     for _ in range(max(1, steps // 10**6)):
@@ -92,7 +87,7 @@ def main(options) -> list[Figure]:
     traces, quiet_steps = (30, 100_000) if options.quick else (1000, 20_000_000)
     for log_interval in (50, 10, 1):
         steps = quiet_steps * log_interval // 50
-        n = false_alarms(steps, log_interval=log_interval)
+        n = false_alarms(steps, log_interval)
         print(f"false alarms in {steps:,} quiet steps logged every {log_interval}: {n}")
     aims = dict(recall=">= 0.95", precision=">= 0.95", phase=">= 0.9", shape="")
     return [Figure(f"slow-downs in simulated runs: {name}", f"{traces:,} runs, answer known",
