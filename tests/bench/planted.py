@@ -132,7 +132,7 @@ def statements(body, inside_loop: bool):
             yield from statements(node.body, inside_loop)
 
 
-class Planter(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+class Planter(importlib.abc.MetaPathFinder):
     def __init__(self):
         self.module, self.function = spec["place"].split(":")
 
@@ -158,9 +158,8 @@ class Planter(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader
         call = ast.parse("__import__('builtins').__plant__()").body[0]
         for each in ast.walk(call):
             ast.copy_location(each, node)
-        for each in ast.walk(call):
-            if hasattr(each, "lineno"):
-                each.lineno = each.end_lineno = node.lineno
+            if hasattr(each, "end_lineno"):
+                each.end_lineno = node.lineno
         owner.insert(owner.index(node), call)
         if rank == 0:
             last = max(getattr(n, "end_lineno", 0) or 0 for n in ast.walk(node))
