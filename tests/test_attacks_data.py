@@ -115,24 +115,18 @@ def test_files_that_are_not_read_are_named_by_kind(tmp_path, made):
 
 
 @pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
-def test_json_is_an_array_or_lines(tmp_path, made, mark):
-    records = [{"text": text + ' "quoted", [1] {2}', "n": [1, {"a": 2.5}]} for text in texts(240)]
-    for content in (json.dumps(records), "\n" + json.dumps(records, indent=1),
-                    "\n".join(map(json.dumps, records))):
+def test_json_is_an_array_or_lines_or_objects(tmp_path, made, mark):
+    """Whose first line may be long."""
+    records = [{"text": text + ' "quoted", [1] {2}', "n": [1, {"a": 2.5}]}
+               for text in ("and so on" * 999, *texts(240))]
+    lines = "\n".join(map(json.dumps, records))
+    for content in (json.dumps(records), "\n" + json.dumps(records, indent=1), lines,
+                    lines.replace(', "n"', ',\n"n"')):
         if mark and content[0] == "\n":
             continue
         (tmp_path / "a.json.gz").write_bytes(gzip.compress(mark + content.encode()))
         made(tmp_path / "a.json.gz")
         assert strings(tmp_path / "o") == [record["text"] for record in records]
-
-
-@pytest.mark.parametrize("between", [" ", "\n"], ids=["lines", "objects"])
-def test_the_first_line_of_json_may_be_long(tmp_path, made, between):
-    records = [dict(text=f"{i} and so on" * 999, n=i) for i in range(3)]
-    content = "\n".join(json.dumps(record).replace(', "n"', f',{between}"n"') for record in records)
-    (tmp_path / "a.json").write_text(content)
-    made(tmp_path / "a.json")
-    assert strings(tmp_path / "o") == [record["text"] for record in records]
 
 
 @pytest.mark.parametrize("name, content, words, left", [
