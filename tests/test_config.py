@@ -13,7 +13,6 @@ import config
 import train
 from model import Transformer
 from steady.guard import memory
-from steady.models.huggingface import config_from_hf
 from steady.options import ConfigError, check_bounds, write_yaml
 from tools import estimate, prepare
 from tools.generate import GenerateOptions
@@ -226,6 +225,7 @@ def test_switches_take_no_value(name):
 def test_depth_sets_shape_and_recipe():
     assert dataclasses.replace(parsed("--depth", "2"), depth=None) == parsed()
     assert parsed("--depth", "2", "--max_steps", "7", "--weight_decay", "0").weight_decay == 0
+    assert parsed("--depth", "4", "--epochs", "2").max_steps is None
     cfg = parsed("--depth", "12")
     shape = (cfg.n_layer, cfg.d_model, cfg.n_head, cfg.head_dim, cfg.n_kv_head, cfg.d_ff)
     assert shape == (12, 768, 12, 64, 6, 2112)
@@ -237,14 +237,6 @@ def test_depth_sets_shape_and_recipe():
         assert cfg.learning_rate * cfg.weight_decay * cfg.max_steps == pytest.approx(1.5)
         assert memory.micro_batch_size(cfg, 8) >= 1
         assert (cfg.n_kv_head * 2 == cfg.n_head) == (cfg.n_head % 2 == 0)
-
-
-def test_depth_goes_with_no_other_shape():
-    assert "not with --model 1b" in refused("--depth", "4", "--model", "1b")
-    with pytest.raises(ConfigError, match="--depth 4: the shape is that of --init_from"):
-        config_from_hf(config.parse(["--depth", "4", "--init_from", "folder"]))
-    assert "--depth 0: expected at least 1" in refused("--depth", "0")
-    assert parsed("--depth", "4", "--epochs", "2").max_steps is None
 
 
 @pytest.mark.parametrize("flags, world_size, expected", [
