@@ -49,9 +49,7 @@ from steady.tokens.files import TokenWriter
 from steady.watch import trends
 from tools import prepare
 
-
-def load(path):
-    return torch.load(path, map_location="cpu", weights_only=True)
+load = partial(torch.load, weights_only=True)
 
 
 def assert_same_run(a, b, step):
