@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -105,6 +106,23 @@ def test_a_part_is_written_though_its_folder_gets_its_name_meanwhile(tmp_path, m
     monkeypatch.setattr(os, "replace", replace)
     write_parts(tmp_path, (1,))
     assert (named / "rank_1_of_2.pt").is_file()
+
+
+def test_a_folder_that_gets_its_name_meanwhile_is_whole_or_absent(tmp_path):
+    """Other ranks look whether all parts are there while rank 0 renames their folder."""
+    draft, named = tmp_path / "step_00000001.tmp-7", tmp_path / "step_00000001"
+    draft.mkdir()
+    (draft / "rank_0_of_1.pt").touch()
+
+    def rename():
+        for _ in range(2000):
+            draft.rename(named)
+            named.rename(draft)
+
+    thread = threading.Thread(target=rename)
+    thread.start()
+    while thread.is_alive():
+        assert Checkpoint(draft).files() in ([], [draft / "rank_0_of_1.pt"])
 
 
 def test_a_rank_that_writes_nothing_leaves_the_old_checkpoint(monkeypatch, tmp_path):

@@ -64,9 +64,10 @@ class Checkpoint:
 
     def files(self) -> list[Path]:
         """The file itself, or the parts in the folder by rank; none if one is missing."""
-        if self.path.is_file():
-            return [self.path]
-        found = {path.name for path in self.path.glob("*") if PART.fullmatch(path.name)}
+        try:
+            found = set(filter(PART.fullmatch, os.listdir(self.path)))
+        except (FileNotFoundError, NotADirectoryError):  # rank 0 may just have renamed the folder
+            return [self.path] if self.path.is_file() else []
         expected = part_names(len(found))
         return [self.path / name for name in expected] if found == set(expected) else []
 
@@ -168,13 +169,11 @@ def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dic
     Numbers, buffers and whatever else is not sharded come from the first. copy: keep no tensor in
     a mapped file.
     """
-    whole = set(states[0].get("whole", ()))
-
     def join_parts(name: str, *parts):
         first = parts[0]
         if not isinstance(first, torch.Tensor):
             return first
-        if first.ndim == 0 or name in whole:
+        if first.ndim == 0 or name in states[0].get("whole", ()):
             return first.clone() if copy else first
         wanted, found, begin = rows(sum(map(len, parts))), [], 0
         for part in parts:
