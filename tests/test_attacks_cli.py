@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -300,12 +301,16 @@ def test_an_error_says_whether_another_rank_is_gone(monkeypatch, capsys, error, 
         assert told.startswith(f"train.py: failed: {type(error).__name__}: {error}\nTraceback")
 
 
-def test_nothing_is_frozen_at_the_end_of_a_process():
+def test_nothing_is_frozen_at_the_end_of_a_process_and_no_loader_is_waited_for():
     """Or C++ objects that triton keeps are called leaked, in tens of lines."""
+    loader = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    loader.start()
     gc.freeze()
     with pytest.raises(SystemExit):
         leave(0)
     assert gc.get_freeze_count() == 0
+    loader.join(10)
+    assert loader.exitcode == -signal.SIGKILL  # it ignores SIGTERM
 
 
 # --- anything at all ---

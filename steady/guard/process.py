@@ -8,6 +8,7 @@ Imports nothing heavy itself: `begin` comes before the slow imports of a command
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -140,6 +141,8 @@ def several_ranks() -> bool:
 def leave(code: int):
     """End the process; a rank at once, or a gloo or NCCL thread that wakes up while the interpreter
     shuts down aborts it ("terminate called without an active exception")."""
+    for loader in multiprocessing.active_children():  # one that is stuck ignores SIGTERM
+        loader.kill()
     if several_ranks():
         sys.stdout.flush()
         sys.stderr.flush()
