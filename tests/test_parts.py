@@ -199,7 +199,19 @@ def test_a_backup_has_the_parts_of_the_newest_save_alone(copy, tmp_path):
         os.replace(saved.path / f"rank_{rank}_of_2.pt", saved.path / f"rank_{rank}_of_3.pt")
     shutil.copy(saved.path / "rank_1_of_3.pt", saved.path / "rank_2_of_3.pt")
     backup.upload(saved)
+    (saved.path / "rank_2_of_3.pt").unlink()  # the next save is replacing or deleting it
+    backup.upload(saved)
     assert Checkpoint(disk / "checkpoints/step_00000006").find_damage() is None
+
+
+def test_a_checkpoint_that_was_offered_may_be_deleted(copy, tmp_path, monkeypatch):
+    saved = Checkpoint(copy / "checkpoints/step_00000006")
+    plain, backup = Checkpoint.link_to, Backup(f"file://{tmp_path}/disk2", copy, None)
+    monkeypatch.setattr(Checkpoint, "link_to", lambda *args: (time.sleep(0.1), plain(*args)))
+    backup.offer(saved)
+    saved.delete()
+    backup.thread.join()
+    assert Checkpoint(tmp_path / "disk2/checkpoints/step_00000006").find_damage() is None
 
 
 @pytest.mark.slow

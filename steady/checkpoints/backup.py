@@ -24,7 +24,7 @@ class Backup:
 
     def __init__(self, url: str, run_dir: Path | None, run: str | None):
         self.url = url
-        self.newest = None  # checkpoint
+        self.newest, self.linked = None, False  # checkpoint; whether its upload has a link to it
         self.thread = threading.Thread()  # of the newest upload
         with opened(url, "--backup_to") as self.fs:
             own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
@@ -45,10 +45,12 @@ class Backup:
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
-        self.newest = checkpoint
+        self.newest, self.linked = checkpoint, False
         if not self.thread.is_alive():
             self.thread = threading.Thread(target=self.upload, args=(checkpoint,), daemon=True)
             self.thread.start()
+            while self.thread.is_alive() and not self.linked:
+                self.thread.join(0.01)
 
     def close(self, asked=lambda: False):
         """Upload the last checkpoint and the logs as they are now, until `asked()` to stop."""
@@ -65,7 +67,8 @@ class Backup:
         run_dir, name = checkpoint.run_dir, f"checkpoints/{checkpoint.name}"
         held = Checkpoint(checkpoint.path.with_name("backup.tmp-0"))
         try:
-            checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
+            checkpoint.link_to(held.path)  # first, or the next save replaces or deletes it
+            self.linked = True
             files = {"config.yaml": run_dir / "config.yaml"}  # first: it names the run
             files |= {name + str(file).removeprefix(str(held)): file for file in held.files()}
             for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):

@@ -108,9 +108,9 @@ class Checkpoint:
     def link_to(self, new: Path):
         """Make `new` the same checkpoint, in place of any other there."""
         with disk.atomic_write(new) as draft:
-            if self.path.is_dir():
-                draft.mkdir()
-            for file in self.files():
+            for file in self.files():  # none if it is being deleted: then there is no draft
+                if file != self.path:
+                    draft.mkdir(exist_ok=True)
                 link(file, draft if file == self.path else draft / file.name)
 
     def link_as_best(self):
