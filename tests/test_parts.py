@@ -132,6 +132,7 @@ def test_a_rank_that_writes_nothing_leaves_the_old_checkpoint(monkeypatch, tmp_p
     with pytest.raises(OSError, match="not written, or not to a file system .* rank_1_of_2.pt"):
         write_parts(tmp_path, (0,), number=8)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    write_parts(tmp_path, (1,), number=8)  # its part comes late, and goes with the next save
     write_parts(tmp_path, (1, 0), number=9)  # the same step once more, as after an evaluation
     (path,) = tmp_path.iterdir()
     for part in Checkpoint(path).files():

@@ -122,6 +122,9 @@ class Writer:
             return
         draft = path.with_name(f"{path.name}.tmp-{self.number}")
         parts, began = part_names(self.size), time.monotonic()
+        if self.rank == 0 and not self.hurry:  # its own failure may have come before other parts
+            for left in self.folder.glob(f"step_*.tmp-{self.number - 1}"):
+                shutil.rmtree(left, ignore_errors=True)
         try:
             draft.mkdir(exist_ok=True)
             retry(lambda: write_checkpoint(draft / parts[self.rank], state))
