@@ -93,10 +93,10 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     release(run.model)
     restore_optimizers(run, checkpoint, state, moved=len(states) != shards.size)
     restore_progress(run, state)
-    run.ranks.minimum(1)  # a barrier: the next save may replace it
     guard.nonfinite.copy_(state["nonfinite"])
     if guard.spikes:
         guard.spikes.restore(state["spikes"])
+    run.ranks.minimum(1)  # a barrier: the next save may replace the file, which is still mapped
     guard.replicas.agreed = run.progress.step
     run.dir.saved = dataclasses.replace(run.progress)
 
