@@ -162,11 +162,11 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     loss, grad_norm = of_all[::2] / share
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
-    found_inf = run.guard.skips(found_inf, loss, grad_norm)
     before = copy_of_weights(shards) if run.measures(run.progress.step + 1) else None
     if run.dir.writer:
         run.dir.writer.finish_copy()  # of the weights, to the newest checkpoint
     run.guard.clean = False
+    found_inf = run.guard.skips(found_inf, loss, grad_norm)
     for optimizer in run.optimizers:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
