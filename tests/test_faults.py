@@ -402,7 +402,7 @@ def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
     assert f"{place} is not a directory to write to" in output and not list(place.iterdir())
 
 
-@pytest.mark.parametrize("owner, name", [(os, "replace"), (disk, "sync_directory")])
+@pytest.mark.parametrize("owner, name", [(os, "replace"), (disk, "sync")])
 def test_a_run_that_cannot_begin_leaves_nothing(run, copy, tmp_path, monkeypatch, owner, name):
     """Neither a new one nor one that starts from a checkpoint of another."""
     flags = ["--out_dir", "new", "--max_steps", 14]

@@ -79,24 +79,24 @@ def put_in_place(draft: Path, path: Path):
     """Rename a draft to `path`; a folder takes the place of another folder."""
     old = path.with_name(f"{path.name}.tmp-0-0")  # after a kill `adopt_drafts` takes one of both
     if draft.is_dir():
-        sync_directory(draft)
+        sync(draft)
         if path.is_dir():
             path.rename(old)
     os.replace(draft, path)
     with contextlib.suppress(FileNotFoundError):  # rank 0 has synced and renamed the folder
-        sync_directory(path.parent)  # the new name itself must be on the disk
+        sync(path.parent)  # the new name itself must be on the disk
     delete(old)
 
 
-def sync_directory(path: Path):
-    directory = os.open(path, os.O_RDONLY)
+def sync(path: Path):
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     except OSError as e:
         if e.errno not in NO_SYNC:
             raise
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 def link(path: Path, new: Path):
@@ -105,8 +105,7 @@ def link(path: Path, new: Path):
         os.link(path, new)
     except OSError:
         shutil.copyfile(path, new)
-        with open(new, "rb") as file:
-            os.fsync(file.fileno())
+        sync(new)
 
 
 def delete(path: Path):

@@ -54,7 +54,7 @@ def describe(run) -> str:
     name = f"--depth {cfg.depth} (EXPERIMENTS.md)" if cfg.depth else cfg.init_from or cfg.model
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
-    lines = [
+    return "\n".join(filter(None, [
         f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
         f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
         f"attention, compile {'on' if run.compiled else 'off'}{sharded}",
@@ -68,5 +68,4 @@ def describe(run) -> str:
         f"of {ranks.micro_batch}; rate {cfg.learning_rate:.3g}, decay {cfg.weight_decay:.2g}",
         f"run     {run.dir.path}",
         f"resume  {run.dir.resumed_from} at step {progress.step}" * bool(run.dir.resumed_from),
-    ]
-    return "\n".join(filter(None, lines))
+    ]))

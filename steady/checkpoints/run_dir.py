@@ -219,9 +219,8 @@ def begin(run) -> tuple[float, int]:
         if is_empty:
             shutil.rmtree(own.path, ignore_errors=True)
         raise
-    best = reconcile_best(run.progress, own)
     print(opening.describe(run), flush=True)
-    return best
+    return reconcile_best(run.progress, own)
 
 
 # --- its files -------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class Writer:
             self.folder.mkdir(exist_ok=True)
             self.write_files(checkpoint.path, step, state)
             if self.rank == 0:
+                self.written = step
                 Checkpoint.named(self.folder, step, sharded=self.size == 1).delete()
                 if is_best:
                     checkpoint.link_as_best()
@@ -117,9 +118,7 @@ class Writer:
     def write_files(self, path: Path, step: int, state: dict):
         """Write the checkpoint, or this rank's part of it; rank 0 waits for the other parts."""
         if self.size == 1:
-            retry(lambda: write_checkpoint(path, state))
-            self.written = step
-            return
+            return retry(lambda: write_checkpoint(path, state))
         draft = path.with_name(f"{path.name}.tmp-{self.number}")
         parts, began = part_names(self.size), time.monotonic()
         if self.rank == 0 and not self.hurry:  # its own failure may have come before other parts
@@ -139,7 +138,6 @@ class Writer:
                     raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
                 time.sleep(0.02)
             put_in_place(draft, path)
-            self.written = step
         except Exception:
             if self.rank == 0 and not self.hurry:  # else the next start takes it, once complete
                 shutil.rmtree(draft, ignore_errors=True)

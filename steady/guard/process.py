@@ -2,8 +2,6 @@
 
     0 finished · 1 failed, with a line that says why · 2 wrong flags, files or data, in one line
     128 + n after signal n, once the checkpoint is on the disk
-
-Imports nothing heavy itself: `begin` comes before the slow imports of a command.
 """
 
 import contextlib
@@ -25,8 +23,8 @@ FORK = "fork" if sys.platform == "linux" else None
 
 
 def begin():
-    """Call before the slow imports. They run without garbage collection: that saves a tenth."""
-    gc.disable()
+    """Call before the slow imports (this module has none). They run without garbage collection."""
+    gc.disable()  # saves a tenth
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         # torch's search for a rank 0 that is gone never comes back to Python
         signal.signal(signal.SIGINT, signal.SIG_DFL if several_ranks() else end_at_once)

@@ -36,9 +36,8 @@ class Stop:
         """Whether to stop before the next step; called before each, on every rank."""
         # in one line without a call, so that a signal is either in this vote or in the next one
         mine, self.received = self.received, [self.received[0], 0]
-        agreed = mine
+        agreed = [0, 0] if self.group else mine
         if self.group:
-            agreed = [0, 0]
             if self.vote:
                 ended = self.phase("waiting")
                 self.vote.wait()
