@@ -887,6 +887,22 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     assert "no backup to file://" in output and "step 12/12" in output
 
 
+def test_a_checkpoint_is_uploaded_once(run, tmp_path, monkeypatch):
+    """A second upload would take as long, and damage the first for so long."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    def put_file(self, file, key):
+        sent.append(Path(key).name)
+        plain(self, file, key)
+
+    plain, sent = LocalFileSystem.put_file, []
+    monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
+    run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--sample_interval", 0,
+        "--eval_interval", 0)
+    assert sent.count("step_00000012.pt") == 1
+    assert contents(tmp_path / "b") == contents(tmp_path / "r", "lock")
+
+
 def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypatch):
     copied = []
     monkeypatch.setattr(backup.Backup, "close", lambda self, asked: copied.append(self.newest.step))

@@ -25,6 +25,7 @@ class Backup:
     def __init__(self, url: str, run_dir: Path | None, run: str | None):
         self.url = url
         self.newest, self.linked = None, False  # checkpoint; whether its upload has a link to it
+        self.sent = {}  # name there → when the file that was uploaded had changed
         self.thread = threading.Thread()  # of the newest upload
         with opened(url, "--backup_to") as self.fs:
             own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
@@ -75,8 +76,11 @@ class Backup:
                 if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
                     files[log] = path
             for key, file in files.items():
-                self.fs.makedirs(str(Path(key).parent), exist_ok=True)
-                self.fs.put_file(str(file), key)
+                changed = file.stat().st_mtime_ns
+                if self.sent.get(key) != changed:  # else a whole copy is there: leave it whole
+                    self.fs.makedirs(str(Path(key).parent), exist_ok=True)
+                    self.fs.put_file(str(file), key)
+                    self.sent[key] = changed
             kept = {f"checkpoints/{own.name}" for own in list_checkpoints(held.path.parent)}
             found = remote_checkpoints(self.fs)
             stray = {*found.get(name, ())} - files.keys()  # parts of another number of ranks
