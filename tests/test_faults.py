@@ -393,6 +393,20 @@ def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch,
     assert_same_end(finished, tmp_path / "r")
 
 
+def test_the_best_gets_its_name_after_a_transient_error(run, tmp_path, monkeypatch):
+    plain, errors = Checkpoint.link_as_best, [OSError(errno.EIO, "Input/output error")]
+
+    def link_as_best(self):
+        if errors:
+            raise errors.pop()
+        plain(self)
+
+    monkeypatch.setattr(Checkpoint, "link_as_best", link_as_best)
+    monkeypatch.setattr(disk, "DELAYS", (0.0,))
+    output = run("--out_dir", "r", "--eval_interval", 12)
+    assert "tried again" in output and (tmp_path / "r/checkpoints/best.pt").exists()
+
+
 def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
     place = tmp_path / "read-only"
     place.mkdir()

@@ -102,7 +102,7 @@ class Writer:
                 self.written = step
                 Checkpoint.named(self.folder, step, sharded=self.size == 1).delete()
                 if is_best:
-                    checkpoint.link_as_best()
+                    retry(checkpoint.link_as_best)
                 rotate(self.folder, self.keep)
                 if self.backup:
                     self.backup.offer(checkpoint)
