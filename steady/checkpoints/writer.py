@@ -43,7 +43,7 @@ class Writer:
         CUDA event that completes `state`. alone: other ranks may be gone. Raises Failed.
         """
         self.wait()
-        if self.failures >= MAX_FAILURES:
+        if self.failures >= MAX_FAILURES and not alone:  # then there may be space again
             raise Failed(f"{self.folder}: {self.failures} checkpoints in a row could not be "
                          f"written: {self.reason}")
         weights = [t for t in state["model"].values() if t.is_floating_point()]
@@ -108,7 +108,7 @@ class Writer:
                     self.backup.offer(checkpoint)
             self.failures = 0
         except Exception as e:
-            self.failures += 1
+            self.failures = min(self.failures + 1, MAX_FAILURES)
             self.reason = disk_error(e, self.folder,
                                      "; free some space, or lower --keep_checkpoints")
             what = f"the part of rank {self.rank}" if self.rank else "the checkpoint"
