@@ -210,7 +210,7 @@ def test_a_checkpoint_that_was_offered_may_be_deleted(copy, tmp_path, monkeypatc
     plain, backup = Checkpoint.link_to, Backup(f"file://{tmp_path}/disk2", copy, None)
     monkeypatch.setattr(Checkpoint, "link_to", lambda *args: (time.sleep(0.1), plain(*args)))
     backup.offer(saved)
-    saved.delete()
+    shutil.rmtree(saved.path)
     backup.thread.join()
     assert Checkpoint(tmp_path / "disk2/checkpoints/step_00000006").find_damage() is None
 

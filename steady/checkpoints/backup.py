@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from steady.checkpoints.checkpoint import PART, SET_ASIDE, Checkpoint, list_checkpoints
-from steady.checkpoints.disk import put_in_place
+from steady.checkpoints.disk import delete, put_in_place
 from steady.options import ConfigError
 
 # The files of a run; no others are uploaded or downloaded.
@@ -25,7 +25,7 @@ class Backup:
     def __init__(self, url: str, run_dir: Path | None, run: str | None):
         self.url = url
         self.newest, self.linked = None, False  # checkpoint; whether its upload has a link to it
-        self.sent = {}  # name there → when the file that was uploaded had changed
+        self.sent = {}  # name there → when its file had changed; that copy is left whole
         self.thread = threading.Thread()  # of the newest upload
         with opened(url, "--backup_to") as self.fs:
             own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
@@ -76,8 +76,7 @@ class Backup:
                 if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
                     files[log] = path
             for key, file in files.items():
-                changed = file.stat().st_mtime_ns
-                if self.sent.get(key) != changed:  # else a whole copy is there: leave it whole
+                if self.sent.get(key) != (changed := file.stat().st_mtime_ns):
                     self.fs.makedirs(str(Path(key).parent), exist_ok=True)
                     self.fs.put_file(str(file), key)
                     self.sent[key] = changed
@@ -89,7 +88,7 @@ class Backup:
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
         with contextlib.suppress(OSError):
-            held.delete()
+            delete(held.path)
 
 
 @contextlib.contextmanager

@@ -119,9 +119,6 @@ class Checkpoint:
         self.link_to(self.path.with_name(name))
         disk.delete(self.path.with_name(other))
 
-    def delete(self):
-        disk.delete(self.path)
-
     def set_aside(self):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that it counts no longer."""
         self.path.rename(unused_name(self.path.with_name(self.name + SET_ASIDE)))
@@ -252,7 +249,7 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
 def rotate(folder: Path, keep: int):
     """Delete all but the newest `keep` checkpoints."""
     for old in list_checkpoints(folder)[:-keep]:
-        old.delete()
+        disk.delete(old.path)
 
 
 def adopt_drafts(folder: Path):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from steady.checkpoints.checkpoint import SHARED, Checkpoint, part_names, rotate, tree_map
-from steady.checkpoints.disk import disk_error, put_in_place, retry, write_checkpoint
+from steady.checkpoints.disk import delete, disk_error, put_in_place, retry, write_checkpoint
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
@@ -100,7 +100,7 @@ class Writer:
             self.write_files(checkpoint.path, step, state)
             if self.rank == 0:
                 self.written = step
-                Checkpoint.named(self.folder, step, sharded=self.size == 1).delete()
+                delete(Checkpoint.named(self.folder, step, sharded=self.size == 1).path)
                 if is_best:
                     retry(checkpoint.link_as_best)
                 rotate(self.folder, self.keep)
