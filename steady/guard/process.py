@@ -139,8 +139,8 @@ def several_ranks() -> bool:
 def leave(code: int):
     """End the process; a rank at once, or a gloo or NCCL thread that wakes up while the interpreter
     shuts down aborts it ("terminate called without an active exception")."""
-    for loader in multiprocessing.active_children():  # one that is stuck ignores SIGTERM
-        loader.kill()
+    for loader in filter(lambda each: each.daemon, multiprocessing.active_children()):
+        loader.kill()  # one that is stuck ignores SIGTERM, and would be waited for
     if several_ranks():
         sys.stdout.flush()
         sys.stderr.flush()
