@@ -205,16 +205,6 @@ def test_a_backup_has_the_parts_of_the_newest_save_alone(copy, tmp_path):
     assert Checkpoint(disk / "checkpoints/step_00000006").find_damage() is None
 
 
-def test_a_checkpoint_that_was_offered_may_be_deleted(copy, tmp_path, monkeypatch):
-    saved = Checkpoint(copy / "checkpoints/step_00000006")
-    plain, backup = Checkpoint.link_to, Backup(f"file://{tmp_path}/disk2", copy, None)
-    monkeypatch.setattr(Checkpoint, "link_to", lambda *args: (time.sleep(0.1), plain(*args)))
-    backup.offer(saved)
-    shutil.rmtree(saved.path)
-    backup.thread.join()
-    assert Checkpoint(tmp_path / "disk2/checkpoints/step_00000006").find_damage() is None
-
-
 @pytest.mark.slow
 def test_a_backup_in_parts_can_be_resumed(run, tmp_path):
     url = f"file://{tmp_path}/disk2"

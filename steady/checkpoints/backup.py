@@ -24,7 +24,7 @@ class Backup:
 
     def __init__(self, url: str, run_dir: Path | None, run: str | None):
         self.url = url
-        self.newest, self.linked = None, False  # checkpoint; whether its upload has a link to it
+        self.newest = None  # checkpoint
         self.sent = {}  # name there → when its file had changed; that copy is left whole
         self.thread = threading.Thread()  # of the newest upload
         with opened(url, "--backup_to") as self.fs:
@@ -46,12 +46,10 @@ class Backup:
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
-        self.newest, self.linked = checkpoint, False
+        self.newest = checkpoint
         if not self.thread.is_alive():
             self.thread = threading.Thread(target=self.upload, args=(checkpoint,), daemon=True)
             self.thread.start()
-            while self.thread.is_alive() and not self.linked:
-                self.thread.join(0.01)
 
     def close(self, asked=lambda: False):
         """Upload the last checkpoint and the logs as they are now, until `asked()` to stop."""
@@ -68,8 +66,7 @@ class Backup:
         run_dir, name = checkpoint.run_dir, f"checkpoints/{checkpoint.name}"
         held = Checkpoint(checkpoint.path.with_name("backup.tmp-0"))
         try:
-            checkpoint.link_to(held.path)  # first, or the next save replaces or deletes it
-            self.linked = True
+            checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
             files = {"config.yaml": run_dir / "config.yaml"}  # first: it names the run
             files |= {name + str(file).removeprefix(str(held)): file for file in held.files()}
             for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):
