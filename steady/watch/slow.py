@@ -7,7 +7,6 @@ rest. `python monitor.py try RUN` measures options whose gain no row shows.
 import itertools
 import math
 import re
-import statistics
 
 import numpy as np
 
@@ -74,9 +73,8 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
         if waited > 2 * WORTH_NAMING * step:
             left.take(code, waited, STEP_PHASES)
     take_rare(left, mean, rows)
-    names = [row["busiest_thread"] for row in rows if "busiest_thread" in row]
-    if names and ms_of(mean, "thread") > BUSY_THREAD * mean["perf/step_ms"]:
-        left.take("thread", ms_of(mean, "thread"), STEP_PHASES, name=statistics.mode(names))
+    if ms_of(mean, "thread") > BUSY_THREAD * mean["perf/step_ms"]:
+        left.take("thread", ms_of(mean, "thread"), STEP_PHASES, name=mean.get("busiest_thread"))
     share = mean.get("perf/padding_fraction", 0.0)
     if share > PADDING:
         left.take("padding", share * (left.ms["forward"] + left.ms["backward"]), share=share,

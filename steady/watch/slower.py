@@ -53,7 +53,10 @@ def slowdown(history: History) -> list[Finding]:
     rises.sort(key=lambda rise: rise.found)
     for n, rise in enumerate(rises, start=1):
         following = [other.since for other in rises[n:] if other.series == rise.series]
-        locate(rise, series[rise.series], min([*following, rise.until or len(points)]))
+        end, values = min([*following, rise.until or len(points)]), series[rise.series]
+        part = [i for i in values if rise.began <= i < end]
+        k, rise.creeps = change_point(np.array([values[i] for i in part]))
+        rise.since = part[k]
     events = [rise for n, rise in enumerate(rises)
               if not any(belongs(rise, other) for other in rises[:n])]
     found = [explain(event, series, points, history.sources) for event in events]
@@ -221,13 +224,6 @@ def usual_level(normal: list[float]) -> tuple[float, float]:
     # from differences: a gradual rise hardly widens them; 0.954 = 0.6745 sqrt(2)
     sigma, middle = float(np.median(np.abs(np.diff(normal)))) / 0.954, np.median(normal)
     return float(np.clip(normal, middle - 5 * sigma, middle + 5 * sigma).mean()), sigma
-
-
-def locate(rise: Rise, series: dict[int, float], end: int):
-    """Refine `since`, up to the point `end`; tell a gradual rise from a jump."""
-    part = [i for i in series if rise.began <= i < end]
-    k, rise.creeps = change_point(np.array([series[i] for i in part]))
-    rise.since = part[k]
 
 
 def change_point(values: np.ndarray) -> tuple[int, bool]:
