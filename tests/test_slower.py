@@ -517,6 +517,16 @@ def test_rare_heavy_steps_as_of_a_profiler():
     assert list(parts_of(rows)) == ["compilations"]
 
 
+def test_what_began_later_is_not_slow_from_the_start(tmp_path):
+    late = rows_of({"data": 14.0}, {"data": {"my_data.py:6 augment": 10}}, logs=60)
+    assert parts_of([*rows_of({}, logs=8), *late[8:16]]) == {}
+    rows, told = [*rows_of({}), *late[20:]], {"code": "slow", "since": 20, "text": "slow: told"}
+    for step, repeated in ((300, True), (800, False)):  # what was reported, and at which step
+        lines = [*rows, {"step": step, "finding": told}]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+        assert (told["text"] in report(tmp_path)["verdict"]) == repeated
+
+
 def test_a_last_log_of_a_few_steps_does_not_count_as_much_as_the_others():
     rows = rows_of({}, logs=6)
     last = rows_of({"checkpoint": 100.0})[0]

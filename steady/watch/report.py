@@ -114,8 +114,10 @@ def verdict(out: dict) -> list[str]:
     """Whether the run learns, whether and why it is slow or became slower; as lines."""
     lines = [str(each) for each in out["findings"]]
     codes = {each.code for each in out["findings"]}
+    began = [each.since for each in out["findings"] if each.code == "slower"]
     lines += [old["text"] for old in out["reported"]  # live, of steps no longer in the history
-              if old["code"] not in codes and isinstance(old.get("text"), str)]
+              if old["code"] not in codes and isinstance(old.get("text"), str)
+              and (old["code"] != "slow" or old["reported_at"] < min(began, default=math.inf))]
     codes |= {old["code"] for old in out["reported"]}
     if not codes & {"slower", "slow"}:
         lines.append("steady: never slower" if out["judged"] else "too few logs for a verdict")
@@ -136,7 +138,7 @@ def report_text(out: dict) -> str:
                      "ms, last tenth {last_tenth_ms:.4g} ms".format(**figures))
     trained = sum(seconds[name] for name in STEP_PHASES if name != "data")
     lines.append(f"goodput {trained / wall:.1%} of the time was training, "
-                 f"{seconds['lost'] / wall:.1%} was lost to crashes")
+                 f"{seconds['lost'] / wall:.1%} was lost to restarts")
     for kind in sorted({row["anomaly"] for row in out["anomalies"]}):
         steps = [str(row["step"]) for row in out["anomalies"] if row["anomaly"] == kind]
         lines.append(f"anomaly {kind} at step {', '.join(steps[:8])}{' …' * (len(steps) > 8)}")

@@ -51,9 +51,11 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     steps = [b["step"] - a["step"] for a, b in itertools.pairwise(rows[-3:])]
     if 2 * steps[1] < steps[0]:  # the last row, of a few steps, would count as much as the others
         rows.pop()
-    mean = mean_row(rows)
+    mean, early = mean_row(rows), mean_row(rows[: (len(rows) + 1) // 2])
     ms = {name: ms_of(mean, name) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
-    left, step = Left(ms), sum(ms.values())
+    step = sum(ms.values())
+    # what began in the later half of these rows is not slow from the start
+    left = Left(ms | {name: min(ms[name], ms_of(early, name)) for name in STEP_PHASES})
     if step <= 0 or mean["looks"] < LEAST_LOOKS:
         return []
     # first: the sampler does not see a collection
