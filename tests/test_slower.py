@@ -219,6 +219,14 @@ def test_a_slow_rank_or_a_slow_network(ratio, code, blames):
     assert codes(event)[0] == code and event.side == blames
 
 
+def test_backward_that_may_have_waited_for_another_rank_is_not_said_to_be_the_program():
+    ranks = {"perf/slowest_rank": 0, "perf/slowest_rank_ratio": 1.02, "perf/slowest_rank_phase": 1}
+    for columns, blames in (({}, "program"), (ranks, "unclear")):
+        (event,) = detect(made(wobbles=0.02, phase="backward", share=0.4,
+                               more=lambda late, columns=columns: columns))
+        assert event.side == blames
+
+
 def test_the_machine_is_read_and_stops_are_counted(tmp_path):
     before = signal.getsignal(signal.SIGCONT)
     reader = machine.Machine(torch.device("cpu"), 0, tmp_path)

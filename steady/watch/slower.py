@@ -307,6 +307,8 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     left.take("network", total, ["waiting"])
     machine = sum(part.ms for part in left.parts if part.code in OF_MACHINE)
     unclear = sum(part.ms for part in left.parts if part.code == "slow rank")
+    if "perf/slowest_rank" in new and ms_of(new, "waiting") < LEAST * of:
+        unclear = max(unclear, more.get("backward", 0.0))  # DDP may wait in it for another rank
     program = total - machine - unclear - left.ms.get(COMMON, 0.0)
     left.parts.append(Finding("unexplained", ms=float(sum(left.ms.values()))))
     left.parts.sort(key=lambda part: -part.ms)
