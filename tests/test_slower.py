@@ -227,6 +227,16 @@ def test_backward_that_may_have_waited_for_another_rank_is_not_said_to_be_the_pr
         assert event.side == blames
 
 
+def test_longer_sequences_without_a_count_of_tokens_are_not_all_phases():
+    rows = made(wobbles=0.02)
+    for row in rows[PLANTED:]:
+        del row["perf/tflops"]
+        more = {f"perf/{name}_ms": 2 * row[f"perf/{name}_ms"] for name in ("forward", "backward")}
+        row |= more | {"perf/step_ms": row["perf/step_ms"] + sum(more.values()) / 2}
+    (event,) = detect(rows)
+    assert event.ms > 0.5 * STEP_MS and event.side == "unclear" and "all phases" not in str(event)
+
+
 def test_the_machine_is_read_and_stops_are_counted(tmp_path):
     before = signal.getsignal(signal.SIGCONT)
     reader = machine.Machine(torch.device("cpu"), 0, tmp_path)

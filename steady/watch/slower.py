@@ -316,7 +316,8 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     shown = more if of_phases else {name: ms_of(new, name) - ms_of(old, name)
                                     for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
-    facts |= dict(percent=100 * total / of, shared=not of_phases,
+    half = [ms_of(new, name) >= (1 + 0.5 * shared / of) * ms_of(old, name) for name in COMPUTE]
+    facts |= dict(percent=100 * total / of, shared=not of_phases and all(half),
                   phases=[(name, round(float(ms), 3)) for name, ms in ranked
                           if ms > 0.05 * ranked[0][1]])
     then, now = (row["work"] * row["perf/step_ms"] for row in (old, new))
