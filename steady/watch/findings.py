@@ -46,8 +46,8 @@ CAUSES = {  # code → "meaning; remedy"
     "thread": "another thread of this process is busy: {name}; move its work to a process",
     "quota": "a CPU quota throttles the container; raise it, or use fewer threads and loaders",
     "stolen": "the hypervisor gives this machine's cores to others; use a machine of your own",
-    "contention": "other processes run on these cores; stop them, or use fewer threads "
-                  "(OMP_NUM_THREADS=1 suffers least)",
+    "contention": "other processes or threads run on these cores; stop them, or use fewer "
+                  "threads (OMP_NUM_THREADS=1 suffers least)",
     "disk": "the process waits for a disk; a faster disk, or a local copy",
     "memory": "memory pressure: pages are read again from disk; use fewer loader processes",
     "probe": "the machine is slower: its probe takes {ratio:.2f} times as long; look for a "
