@@ -198,6 +198,13 @@ def test_nothing_else_asks_for_the_frames_of_another_thread():
     assert asking == ["sampler.py"]
 
 
+def test_the_thread_of_the_steps_is_looked_at(sampler):
+    """The Monitor may have been made in another."""
+    sampler.thread_id = 0
+    sampler.read(1)
+    assert sampler.thread_id == threading.get_ident()
+
+
 def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     """And the source text of each line, once."""
     monkeypatch.setattr(profile, "SECONDS", 0.001)

@@ -61,7 +61,7 @@ def frame_of(thread_id: int):
 
 
 class Sampler:
-    """Looks at its creator's thread until `close`. clock: knows the phase."""
+    """Looks at the thread that made it, or called `read`, until `close`. clock: knows the phase."""
 
     def __init__(self, clock):
         self.clock, self.thread_id = clock, threading.get_ident()
@@ -108,6 +108,7 @@ class Sampler:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
         {} after few looks. A place: as in lines.parts_of.
         """
+        self.thread_id = threading.get_ident()  # the Monitor may be made in another
         if self.counts.total() < LEAST:
             return {}
         taken, self.counts = self.counts, Counter()
