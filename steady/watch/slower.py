@@ -183,7 +183,9 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
 
     def learn():
         nonlocal level, unit, allowance, threshold
-        level, sigma = usual_level(normal)
+        # from differences: a gradual rise hardly widens them; 0.954 = 0.6745 sqrt(2)
+        sigma, middle = float(np.median(np.abs(np.diff(normal)))) / 0.954, np.median(normal)
+        level = float(np.clip(normal, middle - 5 * sigma, middle + 5 * sigma).mean())
         # rises are relative to the time all phases share, or the level
         unit = level if name == COMMON else points[i]["perf/step_ms"]
         allowance = max(0.025, sigma / unit * (1 + 1 / len(normal) ** 0.5))  # few tell it roughly
@@ -217,13 +219,6 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
                 lower.append((normal, 0.7 * level + 0.3 * after, rises[-1]))
                 normal, rising, total, began = [], [], 0.0, since
     return rises
-
-
-def usual_level(normal: list[float]) -> tuple[float, float]:
-    """(mean without outliers, standard deviation)."""
-    # from differences: a gradual rise hardly widens them; 0.954 = 0.6745 sqrt(2)
-    sigma, middle = float(np.median(np.abs(np.diff(normal)))) / 0.954, np.median(normal)
-    return float(np.clip(normal, middle - 5 * sigma, middle + 5 * sigma).mean()), sigma
 
 
 def change_point(values: np.ndarray) -> tuple[int, bool]:
