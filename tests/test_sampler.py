@@ -205,6 +205,19 @@ def test_the_thread_of_the_steps_is_looked_at(sampler):
     assert sampler.thread_id == threading.get_ident()
 
 
+def test_beside_a_model_s_phases_the_line_that_calls_a_model_is_named(sampler):
+    """As in an evaluation: the model's own lines are no news."""
+    through_libraries(Watched())
+    frame, named = FRAMES.pop(), []
+    for phase in ("other", "forward", "other"):  # at first it may be a loop without phases
+        sampler.clock.current = phase
+        for _ in range(LEAST):
+            sampler.look(frame)
+        (place,) = sampler.read(1)["profile"][phase]
+        named.append(parts_of(place)[1].rpartition(".")[2])
+    assert named == ["forward", "forward", "through_libraries"]
+
+
 def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     """And the source text of each line, once."""
     monkeypatch.setattr(profile, "SECONDS", 0.001)

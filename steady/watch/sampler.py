@@ -23,6 +23,7 @@ from tempfile import gettempdir
 import numpy as np
 import torch
 
+from steady.watch.history import COMPUTE
 from steady.watch.lines import OTHERS
 from steady.watch.machine import give_back_signal, take_signal
 from steady.watch.sinks import say
@@ -67,7 +68,7 @@ class Sampler:
         self.clock, self.thread_id = clock, threading.get_ident()
         self.counts = Counter()  # of (phase, ((code, line), the caller's), library)
         self.named = set()  # "FILE:LINE" of the sources already in the file
-        self.hurry, self.ended = True, False
+        self.hurry, self.ended, self.models = True, False, False
         threading.Thread(target=self.run, name="sampler", daemon=True).start()
 
     def run(self):
@@ -98,11 +99,15 @@ class Sampler:
 
     def look(self, frame):
         """Count the thread's place; keeps no frame, and so none of the tensors in it."""
+        phase = self.clock.current
+        self.models |= phase == "forward"
+        if self.models and phase not in COMPUTE:
+            frame = outside_modules(frame)  # the line that calls a model, not one within it
         inner = innermost(frame)
         caller = innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
         library = "" if inner is frame else library_name(frame.f_code.co_filename)
-        self.counts[self.clock.current, place, library] += 1
+        self.counts[phase, place, library] += 1
 
     def read(self, step: int) -> dict[str, dict]:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
@@ -135,6 +140,14 @@ class Sampler:
 
     def close(self):
         self.ended = True
+
+
+def outside_modules(frame):
+    """The frame that called the outermost torch.nn.Module; this one without any."""
+    found, call = frame, torch.nn.Module.__call__.__code__
+    while frame:
+        found, frame = frame.f_back if frame.f_code is call else found, frame.f_back
+    return found
 
 
 def innermost(frame):
