@@ -371,7 +371,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(run, name, limit):
 
 
 def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch, finished):
-    """In saving and in reading, which this run does itself."""
+    """In saving, in naming the best, and in reading, which this run does itself."""
     def failing(plain, calls, errors):
         def call(*args):
             if number := errors.get(next(calls)):
@@ -383,29 +383,18 @@ def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch,
     saves, reads, slept = itertools.count(1), itertools.count(1), []
     monkeypatch.setattr(torch, "save", failing(
         torch.save, saves, {1: errno.EIO, 2: errno.EIO, 4: errno.EACCES}))
+    monkeypatch.setattr(checkpoint, "link", failing(
+        checkpoint.link, itertools.count(1), {1: errno.EIO}))
     monkeypatch.setattr(data.Mixture, "batch", failing(
         data.Mixture.batch, reads, {5: errno.EIO, 6: errno.EIO}))
     monkeypatch.setattr(disk.time, "sleep", slept.append)
-    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 0, "--num_workers", 0)
-    assert output.count("tried again") == 4 and steps(tmp_path / "r") == [4, 12]
-    assert next(saves) == 6  # a step that is saved as the best is not saved again as due
+    output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 12, "--num_workers", 0)
+    assert output.count("tried again") == 5 and steps(tmp_path / "r") == [4, 12]
+    assert next(saves) == 7  # a step that is saved as the best is not saved again as due
+    assert (tmp_path / "r/checkpoints/best.pt").exists()
     assert "step 8: the checkpoint could not be written (1 of 3): [Errno 13]" in output
     assert [s for s in slept if s >= 0.5][:2] == [0.5, 1]
     assert_same_end(finished, tmp_path / "r")
-
-
-def test_the_best_gets_its_name_after_a_transient_error(run, tmp_path, monkeypatch):
-    plain, errors = Checkpoint.link_as_best, [OSError(errno.EIO, "Input/output error")]
-
-    def link_as_best(self):
-        if errors:
-            raise errors.pop()
-        plain(self)
-
-    monkeypatch.setattr(Checkpoint, "link_as_best", link_as_best)
-    monkeypatch.setattr(disk, "DELAYS", (0.0,))
-    output = run("--out_dir", "r", "--eval_interval", 12)
-    assert "tried again" in output and (tmp_path / "r/checkpoints/best.pt").exists()
 
 
 def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
@@ -900,22 +889,6 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     monkeypatch.setattr(LocalFileSystem, "put_file", raising(PermissionError(13, "no")))
     output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4)
     assert "no backup to file://" in output and "step 12/12" in output
-
-
-def test_a_checkpoint_is_uploaded_once(run, tmp_path, monkeypatch):
-    """A second upload would take as long, and damage the first for so long."""
-    from fsspec.implementations.local import LocalFileSystem
-
-    def put_file(self, file, key):
-        sent.append(Path(key).name)
-        plain(self, file, key)
-
-    plain, sent = LocalFileSystem.put_file, []
-    monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
-    run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--sample_interval", 0,
-        "--eval_interval", 0)
-    assert sent.count("step_00000012.pt") == 1
-    assert contents(tmp_path / "b") == contents(tmp_path / "r", "lock")
 
 
 def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypatch):

@@ -200,6 +200,10 @@ def test_a_backup_has_the_parts_of_the_newest_save_alone(copy, tmp_path):
         os.replace(saved.path / f"rank_{rank}_of_2.pt", saved.path / f"rank_{rank}_of_3.pt")
     shutil.copy(saved.path / "rank_1_of_3.pt", saved.path / "rank_2_of_3.pt")
     backup.upload(saved)
+    there = disk / "checkpoints/step_00000006/rank_0_of_3.pt"
+    uploaded = there.stat().st_mtime_ns
+    backup.upload(saved)  # as at the end of a run
+    assert there.stat().st_mtime_ns == uploaded  # no second time
     (saved.path / "rank_2_of_3.pt").unlink()  # the next save is replacing or deleting it
     backup.upload(saved)
     assert Checkpoint(disk / "checkpoints/step_00000006").find_damage() is None
