@@ -68,10 +68,10 @@ class Backup:
         try:
             checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
             files = {"config.yaml": run_dir / "config.yaml"}  # first: it names the run
-            files |= {name + str(file).removeprefix(str(held)): file for file in held.files()}
-            for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):
+            for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):  # next: a step needs its rows
                 if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
                     files[log] = path
+            files |= {name + str(file).removeprefix(str(held)): file for file in held.files()}
             for key, file in files.items():
                 if self.sent.get(key) != (changed := file.stat().st_mtime_ns):
                     self.fs.makedirs(str(Path(key).parent), exist_ok=True)
