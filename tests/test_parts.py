@@ -60,6 +60,17 @@ def test_the_next_older_one_is_taken(run, copy):
     assert Checkpoint(folder / "step_00000006").find_damage() is None
 
 
+def test_a_checkpoint_that_is_deleted_as_it_is_read_has_a_newer_one(copy, monkeypatch):
+    """As in a command on a run that goes on with --keep_checkpoints 1."""
+    plain, (*older, newest) = Checkpoint.find_damage, list_checkpoints(copy / "checkpoints")
+    for each in older:
+        shutil.rmtree(each)
+    newer = newest.path.with_name("step_00000008")
+    monkeypatch.setattr(Checkpoint, "find_damage", lambda self: (
+        self == newest and newest.path.rename(newer), plain(self))[1])
+    assert latest_valid(copy / "checkpoints", ours=False).path == newer
+
+
 def test_a_part_holds_only_the_rows_of_its_rank(finished):
     folder = finished / "checkpoints" / "step_00000006"
     states = Checkpoint(folder).states()

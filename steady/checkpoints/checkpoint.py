@@ -226,9 +226,11 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     Damaged newer ones are set aside, if we hold the lock (`ours`). Raises ConfigError if only
     damaged ones, best.pt, or files set aside are left.
     """
-    damage = {}  # of each damaged checkpoint
-    for checkpoint in reversed(list_checkpoints(folder)):
+    damage, found = {}, list_checkpoints(folder)  # damage: of each damaged checkpoint
+    for checkpoint in reversed(found):
         if wrong := retry(checkpoint.find_damage):
+            if list_checkpoints(folder)[-1:] != found[-1:]:  # a run that goes on has deleted it
+                return latest_valid(folder, ours)
             damage[checkpoint] = wrong
             continue
         for damaged, wrong in damage.items():
