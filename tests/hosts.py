@@ -9,6 +9,7 @@ name outside of them, and the kernel removes them with their last process.
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ TOOLS = "unshare", "nsenter", "setpriv", "ip", "tc", "mount", "hostname"
 PORT = 29400  # of the rendezvous
 
 
+@functools.cache
 def available() -> bool:
     """Whether this process may make hosts."""
     if os.geteuid() or not all(map(shutil.which, TOOLS)):

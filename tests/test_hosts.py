@@ -1,6 +1,5 @@
 """Several hosts, each a set of namespaces (tests/hosts.py), under the real torchrun."""
 
-import functools
 import re
 import shlex
 import subprocess
@@ -33,14 +32,9 @@ conftest.main(sys.argv[1:])
 """
 
 
-@functools.cache
-def possible():
-    return available()
-
-
 @pytest.fixture(autouse=True)
 def needs_root():
-    if not possible():
+    if not available():
         pytest.skip("needs root, to make namespaces")
 
 
