@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TINY, Process, column, environment, processes
+from conftest import TINY, column, environment, processes
 from fakecuda.watch import COUNTERS, watch
 
 SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--num_workers", "0",
@@ -70,15 +70,12 @@ def go(corpus, tmp_path):
         flags = [*([] if bare else [*SMALL, "--data", str(corpus)]), *map(str, flags)]
         found = [tmp_path / f"steps{rank}.json" for rank in range(ranks)]
 
-        def prepare(rank=0):
+        def prepare(rank):
             if hook:
                 hook()
             watch(found[rank], memory)
 
-        if ranks == 1:
-            group = [Process(tmp_path, flags, prepare)]
-        else:
-            group = processes(tmp_path, ranks, flags, prepare)
+        group = processes(tmp_path, ranks, flags, prepare)
         codes = [process.code(300) for process in group]
         printed = "".join(process.text() for process in group)
         for process in group:
