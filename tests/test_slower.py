@@ -119,19 +119,6 @@ def test_a_slower_machine_is_told_by_its_probe(probe, blames):
         assert event.parts[0].ms == pytest.approx(0.3 * STEP_MS, rel=0.2)
 
 
-def test_where_a_machine_is_many_times_slower_no_phase_is_blamed():
-    """Ten times slower, what the phases differ by is ten times as large, too."""
-    for seed in range(15):
-        rows = made(seed, factor=12, noise=0.05, wobbles=0.1)
-        for row in rows[PLANTED:]:
-            row["perf/cpu_queue_ms"] = 0.9 * row["perf/step_ms"]
-        events = detect(rows)
-        assert not of_program(events), (seed, events)
-        event = max(events, key=lambda each: each.ms)
-        assert abs(event.since - PLANTED * EVERY) <= 6 * EVERY and event.ms > 5 * event.of, seed
-        assert codes(event)[0] == "contention", event
-
-
 def test_a_second_change_on_top_of_the_first_is_found():
     rows = made(wobbles=0.05, phase="forward", share=0.2)
     for row in rows[90:]:
