@@ -356,46 +356,38 @@ def test_sizes_that_do_not_divide_are_refused(run):
     assert "--batch_size 8: expected a multiple of 3 (3 processes); the nearest is 6 or 9" in told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("unlucky", [0, 1])
-def test_an_error_on_one_rank_loses_no_step(run, tmp_path, unlucky):
-    """Each rank saves its part of the last completed step; together they are a checkpoint.
+@pytest.mark.parametrize("saving, unlucky", [
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 0), (False, 1), (True, 1))),
+    (True, 0)])
+def test_an_error_on_one_rank_loses_no_step(run, tmp_path, saving, unlucky):
+    """Each rank saves its part of the last completed step; together they are a checkpoint. Whoever
+    completes it says so, and nobody else.
 
-    Rank 0 cannot wait for the others, which are stuck until it is gone.
+    Rank 0 cannot wait for the others, which are stuck until it is gone; or they are saving that
+    step, and wait for all ranks.
     """
     def hook(rank):
         def fail(run):
-            if run.progress.step == 4 and run.ranks.rank == unlucky:
-                raise ValueError("bad luck")
-
-        after_updates(fail)
-
-    flags = [*EXACT, "--eval_interval", 0, "--out_dir", "r", "--parallel", "zero3"]
-    told = run(*flags, ranks=2, hook=hook, expect=1)
-    assert "saved the last completed step, 4" in told
-    assert "step_00000004 at step 4" in run(*flags, "--auto_resume", ranks=2)
-    run(*flags, "--out_dir", "whole", ranks=2)
-    assert compare(saved(tmp_path / "whole")["model"], saved(tmp_path / "r")["model"])[1] == []
-
-
-@pytest.mark.parametrize("unlucky", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_error_on_one_rank_loses_no_step_that_the_other_is_saving(run, tmp_path, unlucky):
-    """It waits for all ranks then; whoever completes the checkpoint says so, and nobody else."""
-    def hook(rank):
-        def fail(run, *args, **named):
             if run.progress.step == 4:
                 raise ValueError("bad luck")
-            plain(run, *args, **named)
+
+        def save(run, *how, **named):
+            fail(run)
+            plain(run, *how, **named)
 
         plain = train.save_checkpoint
-        if rank == unlucky:
-            train.save_checkpoint = fail
+        if rank == unlucky and saving:
+            train.save_checkpoint = save
+        elif rank == unlucky:
+            after_updates(fail)
 
-    flags = [*EXACT, "--eval_interval", 0, "--save_interval", 2, "--out_dir", "r", "--parallel",
-             "zero3"]
+    flags = [*EXACT, "--eval_interval", 0, "--out_dir", "r", "--parallel", "zero3",
+             *["--save_interval", 2] * saving]
     told = run(*flags, ranks=2, hook=hook, expect=1)
     assert told.count("saved the last completed step, 4") == 1
     assert "step_00000004 at step 4" in run(*flags, "--auto_resume", ranks=2)
+    run(*flags, "--out_dir", "whole", ranks=2)
+    assert compare(saved(tmp_path / "whole")["model"], saved(tmp_path / "r")["model"])[1] == []
 
 
 def test_a_part_alone_is_not_called_saved(corpus, tmp_path):
