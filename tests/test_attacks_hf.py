@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import saved
 from safetensors.torch import load_file, save_file
 from test_huggingface import FAMILIES, SMALL, ours_of, save_random, tune
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -308,10 +309,7 @@ def test_a_run_outlives_the_folder_it_began_with(tune, tmp_path, write):
     tune(*flags, "whole", "--max_steps", 4)
     shutil.rmtree(tmp_path / "m")
     tune("--auto_resume", "--out_dir", "r", "--max_steps", 4)
-    states = [torch.load(tmp_path / name / "checkpoints/step_00000004.pt", weights_only=True)
-              for name in ("r", "whole")]
-    for name, tensor in states[0]["model"].items():
-        torch.testing.assert_close(tensor, states[1]["model"][name])
+    torch.testing.assert_close(*(saved(tmp_path / name, 4)["model"] for name in ("r", "whole")))
     *_, told = write("r", "--max_new_tokens", 3)
     assert told.startswith("note: without the configuration of --init_from: no folder or hub")
     assert generation.main(["export", "r", "out"]) == 0

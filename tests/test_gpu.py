@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import column, tiny_config
+from conftest import column, saved, tiny_config
 from torch import nn
 
 import train
@@ -88,9 +88,7 @@ def test_a_checkpoint_is_of_one_step_although_training_goes_on(run, tmp_path, mo
     run(*flags, "--save_interval", "1", "--out_dir", "often")
     run(*flags, "--save_interval", "8", "--out_dir", "once")
     for step in (8, 16):
-        one, other = (torch.load(tmp_path / name / f"checkpoints/step_{step:08d}.pt",
-                                 map_location="cpu", weights_only=True)["model"]
-                      for name in ("often", "once"))
+        one, other = (saved(tmp_path / name, step)["model"] for name in ("often", "once"))
         for key in one:
             assert torch.equal(one[key], other[key]), (step, key)
 
