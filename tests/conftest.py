@@ -11,6 +11,7 @@ import resource
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -169,6 +170,14 @@ def environment() -> dict[str, str]:
     """For interpreters of their own, whose scripts may import this module."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     return {**os.environ, "OMP_NUM_THREADS": THREADS, "PYTHONPATH": path}
+
+
+def python(*argv, folder: Path = ROOT, expect=0, **variables) -> tuple[str, str]:
+    """What an interpreter of its own prints: (out, err). variables: of the environment."""
+    done = subprocess.run([sys.executable, *map(str, argv)], cwd=folder,
+                          env=environment() | variables, capture_output=True, text=True)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout, done.stderr
 
 
 def in_clone(clone: Path, argv: list, before=lambda: None, **ranks) -> "Process":

@@ -3,11 +3,10 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, python
 
 from tests.bench import __main__ as bench_main
 from tests.bench import gpu
@@ -80,10 +79,8 @@ def test_steps_take_turns_in_processes_of_their_own(tmp_path):
 @pytest.mark.parametrize("name", ["slowdowns checkpoints", *NAMES,
                                   *(f"gpu --part {n}" for n in gpu.PROGRAMME)])
 def test_every_benchmark_runs(name, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "tests.bench", *name.split(), "--quick"],
-                          cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("| what |") == len(name.partition(" --")[0].split())
+    printed, _ = python("-m", "tests.bench", *name.split(), "--quick", folder=tmp_path)
+    assert printed.count("| what |") == len(name.partition(" --")[0].split())
 
 
 def test_a_step_on_a_card_that_fails_says_why_in_a_line(tmp_path):

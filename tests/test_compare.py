@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, environment, tidy, until
+from conftest import ROOT, TINY, environment, python, tidy, until
 from test_readme import copy_files
 
 import train
@@ -265,16 +266,10 @@ def repository(tmp_path):
         git("add", "-A")
         git("commit", "-qm", message)
 
-    def python(*argv, code: int = 0) -> subprocess.CompletedProcess:
-        done = subprocess.run([sys.executable, *map(str, argv)], cwd=work, env=environment(),
-                              capture_output=True, text=True)
-        assert done.returncode == code, done.stderr
-        return done
-
     git("init", "-q")
     git("config", "user.name", "a")
     git("config", "user.email", "a@b.c")
-    return work, git, commit, python
+    return work, git, commit, partial(python, folder=work)
 
 
 @pytest.mark.slow
@@ -286,9 +281,9 @@ def test_revisions_and_the_working_tree(corpus, repository):
     commit("= 0 * group", "bad")
 
     def call(a: str, b: str, code: int) -> dict | str:
-        done = python("monitor.py", "compare", a, b, *TINY, "--data", corpus, "--steps", 8,
-                      "--json", code=code)
-        return json.loads(done.stdout.splitlines()[-1]) if done.stdout else done.stderr
+        out, err = python("monitor.py", "compare", a, b, *TINY, "--data", corpus, "--steps", 8,
+                          "--json", expect=code)
+        return json.loads(out.splitlines()[-1]) if out else err
 
     found = call("HEAD~1", "HEAD", 3)
     assert found["better"] == "A" and found["A"].endswith(" good") and found["B"].endswith(" bad")
@@ -315,10 +310,10 @@ def test_a_night_of_patches_keeps_the_gain(corpus, repository, tmp_path):
         commit(change, name)
         (tmp_path / name).write_text(git("diff", "HEAD~1"))
         git("reset", "-q", "--hard", "HEAD~1")
-    done = python(ROOT / "docs/agents_loop.py", *(tmp_path / name for name in patches),
-                  "--", *TINY, "--data", corpus, "--steps", 8, "--seeds", 5, "--reuse")
+    printed, _ = python(ROOT / "docs/agents_loop.py", *(tmp_path / name for name in patches),
+                        "--", *TINY, "--data", corpus, "--steps", 8, "--seeds", 5, "--reuse")
     verdicts = dict(line.removeprefix(f"{tmp_path}/").split(": ", 1)
-                    for line in done.stdout.splitlines())
+                    for line in printed.splitlines())
     kept = [name for name, verdict in verdicts.items() if verdict.startswith("kept")]
     assert kept == ["gain"], verdicts
     assert "no difference" in verdicts["harmless"] and "A is better" in verdicts["loss"]
@@ -332,9 +327,9 @@ def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
     commit("= lr * group", "mine")
 
     def call(code: int = 0) -> str:
-        done = python(ROOT / "docs/agents_loop.py", tmp_path / "p", code=code)
+        printed = "".join(python(ROOT / "docs/agents_loop.py", tmp_path / "p", expect=code))
         assert git("log", "--format=%s") == "mine\n"
-        return done.stdout + done.stderr
+        return printed
 
     commit("= 2 * group", "other")
     (tmp_path / "p").write_text(git("diff", "HEAD~1"))

@@ -1,14 +1,12 @@
 """Devices that are not there, and private parts of torch that a new one may take away."""
 
 import ast
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, column, tiny_config
+from conftest import ROOT, column, python, tiny_config
 from torch import nn
 
 from steady import private
@@ -58,10 +56,7 @@ def test_tiny_numbers_take_no_longer_on_any_thread(tmp_path):
     program = ("import torch, train; torch.set_num_threads(2); train.set_up(train.config.resolve("
                "train.Config(out_dir='run'))); "
                "print(int((torch.full((10**6,), 1e-38) * 0.5).count_nonzero()))")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "0"
+    assert python("-c", program, folder=tmp_path, OMP_NUM_THREADS="2")[0].split()[-1] == "0"
 
 
 # what torch documents in spite of its name, and what is not torch's

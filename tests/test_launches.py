@@ -16,6 +16,7 @@ from conftest import (
     environment,
     free_port,
     processes,
+    python,
     torchrun_sets,
     wait_for,
 )
@@ -195,10 +196,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.skipif(sys.platform != "linux" or proc.usable_cores() < 2, reason="never spins")
 def test_a_second_team_stops_openmp_from_spinning_and_leaves_without_a_trace():
-    done = subprocess.run([sys.executable, "-c", SPIN], text=True, capture_output=True,
-                          env=environment() | {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "300000"},
-                          cwd=TRAIN.parent)
-    crowded, after, started, left = map(float, done.stdout.split())
+    printed, _ = python("-c", SPIN, OMP_NUM_THREADS="2", GOMP_SPINCOUNT="300000")
+    crowded, after, started, left = map(float, printed.split())
     assert crowded < 0.5 < after
     assert started == os.cpu_count() + 1 and left == 0
 
@@ -209,10 +208,8 @@ def test_neighbours_that_come_and_go_change_no_loss(corpus, tmp_path, workers):
     flags = [*FLAGS, "--data", corpus, "--max_steps", 40, "--num_workers", workers]
     losses = []
     for name, code in ("alone", []), ("beside", ["-c", OTHERS]):
-        command = [sys.executable, *code, TRAIN, *flags, "--out_dir", tmp_path / name]
-        done = subprocess.run([*map(str, command)], text=True, capture_output=True,
-                              env=environment() | {"OMP_NUM_THREADS": "2"}, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        printed, _ = python(*code, TRAIN, *flags, "--out_dir", tmp_path / name, folder=tmp_path,
+                            OMP_NUM_THREADS="2")
         losses.append(column(tmp_path / name, "train/loss"))
     assert losses[0] == losses[1] and len(losses[0]) == 40
-    assert int(done.stdout.split("teams")[1]) > 1
+    assert int(printed.split("teams")[1]) > 1

@@ -17,7 +17,7 @@ from unicodedata import ucd_3_2_0
 
 import numpy as np
 import pytest
-from conftest import ROOT, contents, environment
+from conftest import ROOT, contents, environment, python
 from tokenizers import (
     AddedToken,
     Regex,
@@ -318,12 +318,10 @@ def test_which_data_set_of_the_hub_is_asked_for(tmp_path, made, monkeypatch):
     saved = save_as("saved", tmp_path, dict(text=["a"]))
     assert "no split x; expected train or other" in made(saved, "--split", "x", expect=2)
     for name in ("owner/name", str(tmp_path / "none")):
-        done = subprocess.run(
-            [sys.executable, ROOT / "data.py", f"hf:{name}", "--out", tmp_path / "p"], text=True,
-            env=environment() | dict(HF_HUB_OFFLINE="1"), capture_output=True)
-        assert done.returncode == 2 and not done.stdout
-        assert done.stderr.startswith(f"data.py: error: hf:{name}: cannot be read: ")
-        assert done.stderr.count("\n") == 1
+        out, err = python("data.py", f"hf:{name}", "--out", tmp_path / "p", HF_HUB_OFFLINE="1",
+                          expect=2)
+        assert not out and err.startswith(f"data.py: error: hf:{name}: cannot be read: ")
+        assert err.count("\n") == 1
 
 
 def test_a_damaged_file_of_the_library_is_left_out_from_the_damage_on(tmp_path, made):
@@ -345,12 +343,10 @@ def test_one_process_and_two_make_the_same_of_chats_and_rows(tmp_path, made, cha
     sources = [write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}, {"messages": CHAT}]),
                save_as("parquet", tmp_path, dict(messages=[CHAT] * 40))]
     made(*sources, "--tokenizer", chats)
-    for workers in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, ROOT / "data.py", *sources, "--out", tmp_path / "p", "--val_fraction",
-             "0", "--tokenizer", chats, "--workers", workers], env=environment(),
-            capture_output=True)
-        assert done.returncode == 0 and not done.stderr, done
+    for workers in (1, 2):
+        _, err = python("data.py", *sources, "--out", tmp_path / "p", "--val_fraction", 0,
+                        "--tokenizer", chats, "--workers", workers)
+        assert not err
         assert contents(tmp_path / "p") == contents(tmp_path / "o")
 
 

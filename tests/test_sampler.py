@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, after_updates, environment, rows, until
+from conftest import ROOT, after_updates, python, rows, until
 
 from steady.watch import sampler as profile
 from steady.watch.history import PHASES
@@ -149,9 +148,7 @@ print(looks.counts.total() >= 30, gc.isenabled())
 
 def test_a_look_beside_collections_does_not_crash():
     """Before Python 3.12 one that begins as a frame object is made crashes."""
-    done = subprocess.run([sys.executable, "-c", DEEP], env=environment(), text=True,
-                          capture_output=True)
-    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr[-2000:]
+    assert python("-c", DEEP)[0] == "True True\n"
 
 
 def test_an_instruction_without_a_line_counts_for_the_first_of_its_function(sampler):

@@ -8,14 +8,12 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import python
 
 from steady.watch import machine
 from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
@@ -499,7 +497,7 @@ for n in range(12):
 assert counts[3]["perf/eager_functions"] == 0 < counts[3]["perf/compilations"]
 assert counts[-1]["perf/eager_functions"] == 1, counts[-1]
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    python("-c", code)
 
 
 @pytest.mark.parametrize("ms, columns, code, gain", [

@@ -6,15 +6,13 @@ What a step does not copy and wait for is compared exactly, so a new `.item()` i
 import importlib
 import json
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TINY, column, environment, processes
+from conftest import TINY, column, processes, python
 from fakecuda.watch import COUNTERS, watch
 
 SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--num_workers", "0",
@@ -153,9 +151,7 @@ def test_the_benchmark_survives_a_card_that_computes_nonsense(tmp_path):
         gpu.LIMIT = gpu.MOST["peaks"] = 10_000  # a busy machine is no fault
         gpu.MOST["checks"] = 25
         sys.exit(__main__.main(["gpu", "--quick"]))"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(),
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", code, folder=tmp_path)
     found = json.loads((tmp_path / "gpu-nvidia-h100-80gb-hbm3-1.json").read_text())
     assert list(found["outcomes"]) == ["checks", "peaks"]
     what = {figure["what"]: figure["ratios"][0] for figure in found["figures"]}
