@@ -17,8 +17,9 @@ from conftest import ROOT, after_updates, python, rows, until
 
 from steady.watch import sampler as profile
 from steady.watch.history import PHASES
-from steady.watch.lines import add_profiles, parts_of
+from steady.watch.lines import parts_of
 from steady.watch.sampler import LEAST, Sampler, Tracer
+from steady.watch.slower import mean_row
 
 FRAMES = []
 
@@ -220,7 +221,7 @@ def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     monkeypatch.setattr(profile, "LEAST", 1)
     run("--out_dir", "r", "--log_interval", 4)
-    found = add_profiles(rows(tmp_path / "r"))
+    found = mean_row(rows(tmp_path / "r"))["profile"]
     assert found and found.keys() <= {*PHASES}
     places = {name for lines in found.values() for name in lines}
     assert any("train.py:" in name for name in places), places
@@ -230,7 +231,7 @@ def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     assert of_train == {n: lines[int(n.partition(":")[2]) - 1].strip() for n in of_train} != {}
     assert len(sources) == len({n for n, _ in sources})
     run("--out_dir", "off", "--monitoring", "off")
-    assert not add_profiles(rows(tmp_path / "off"))
+    assert not mean_row(rows(tmp_path / "off"))["profile"]
 
 
 def keep_the_lock():

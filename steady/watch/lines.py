@@ -1,20 +1,10 @@
 """Lines of Python by the time spent in them, from the looks of the sampler."""
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 OTHERS = "…"  # lines without a name in a profile
 LOADER_WAITS = ("multiprocessing", "selectors", "threading")  # under torch's DataLoader
-
-
-def add_profiles(rows) -> dict[str, dict[str, int]]:
-    """The looks of several rows together: {phase: {place: looks}}."""
-    out = defaultdict(Counter)
-    for row in rows:
-        for phase, lines in row.get("profile", {}).items():
-            out[phase].update(lines)  # adds them
-    return out
 
 
 def parts_of(place: str) -> tuple[str, str, str]:

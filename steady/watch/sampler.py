@@ -41,6 +41,7 @@ TORCH, NUMPY = (str(Path(module.__file__).parent) for module in (torch, np))
 # code without a file of its own, and the compiler's, as in torch._inductor.runtime.cache_dir_utils
 COMPILED = "<", os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor")
 NAMELESS = (TORCH, HERE, str(ROOT / "monitor.py"), *COMPILED)
+MODULE_CALL = torch.nn.Module.__call__.__code__  # before a program patches it
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -68,7 +69,8 @@ class Sampler:
         self.clock, self.thread_id = clock, threading.get_ident()
         self.counts = Counter()  # of (phase, ((code, line), the caller's), library)
         self.named = set()  # "FILE:LINE" of the sources already in the file
-        self.hurry, self.ended, self.models = True, False, False
+        self.hurry, self.ended = True, False
+        self.models = False  # whether the loop has a phase for its model
         threading.Thread(target=self.run, name="sampler", daemon=True).start()
 
     def run(self):
@@ -101,8 +103,9 @@ class Sampler:
         """Count the thread's place; keeps no frame, and so none of the tensors in it."""
         phase = self.clock.current
         self.models |= phase == "forward"
-        if self.models and phase not in COMPUTE:
-            frame = outside_modules(frame)  # the line that calls a model, not one within it
+        outer = frame if self.models and phase not in COMPUTE else None
+        while outer:  # beside the model's phases: the line that calls a model, not one within it
+            frame, outer = outer.f_back if outer.f_code is MODULE_CALL else frame, outer.f_back
         inner = innermost(frame)
         caller = innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
@@ -140,14 +143,6 @@ class Sampler:
 
     def close(self):
         self.ended = True
-
-
-def outside_modules(frame):
-    """The frame that called the outermost torch.nn.Module; this one without any."""
-    found, call = frame, torch.nn.Module.__call__.__code__
-    while frame:
-        found, frame = frame.f_back if frame.f_code is call else found, frame.f_back
-    return found
 
 
 def innermost(frame):

@@ -7,14 +7,14 @@ the probe name the machine's part. The rest is unexplained.
 
 import itertools
 import statistics
-from collections import deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from steady.watch.findings import OF_MACHINE, Finding
 from steady.watch.history import COMPUTE, OUTSIDE_PHASES, STEP_PHASES, History
-from steady.watch.lines import add_profiles, longer_lines, parts_of
+from steady.watch.lines import longer_lines, parts_of
 
 COMMON = "all phases"
 OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")
@@ -97,7 +97,10 @@ def merge(rows) -> list[dict]:
 
 def mean_row(rows: list[dict]) -> dict:
     """Means of measurements, the newest of counts and sizes, all looks. Not every row has them."""
-    profile = add_profiles(rows)
+    profile = defaultdict(Counter)  # {phase: {place: looks}}
+    for row in rows:
+        for phase, lines in row.get("profile", {}).items():
+            profile[phase].update(lines)  # adds them
     out = {"profile": profile, "looks": sum(sum(lines.values()) for lines in profile.values())}
     for name in set().union(*rows) - out.keys():
         values = [row[name] for row in rows if name in row]
