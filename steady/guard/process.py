@@ -47,7 +47,7 @@ def start(main: str):
 
     function = pkgutil.resolve_name(main)
     gc.enable()
-    sys.exit(function(sys.argv[1:]))
+    leave(function(sys.argv[1:]))
 
 
 def end_at_once(number: int, frame):
