@@ -102,7 +102,7 @@ def refused(run, tmp_path):
     ("--data a:nan", "a:nan: expected a weight"),
     ("--data a:1e-400", "a:1e-400: expected a weight above 0"),
     ("--data a:1e999999999", "a:1e999999999: expected a weight"),
-    ("--data file", ".bin"),
+    ("--data file", "file: not token ids; expected a folder, or a file that ends in .bin"),
     ("--data ~nosuchuser/x", "~nosuchuser/x: no such file"),
     # paths
     ("--data " + "x" * 300, "File name too long"),

@@ -35,11 +35,11 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
     """
     root = Path(os.path.expanduser(path))
     if root.is_dir():
-        single = root / f"{split}.bin"
-        return [single] if single.exists() else sorted(root.glob(f"*_{split}*.bin"))
+        return sorted(root.glob(f"{split}.bin")) or sorted(root.glob(f"*_{split}*.bin"))
     if not root.exists() or root.suffix != ".bin":
-        raise ConfigError(f"{option} {path}: no such file or folder; expected a folder, or a file "
-                          "of token ids, which ends in .bin")
+        found = "not token ids" if root.exists() else "no such file or folder"
+        raise ConfigError(f"{option} {path}: {found}; expected a folder, or a file that ends in "
+                          ".bin, of token ids: python data.py makes them from text")
     return [root]
 
 
@@ -68,7 +68,7 @@ def find_sources(paths: list[str], split: str, option: str, later: dict | None =
         if files:
             found.append((path, files, {0: None} if beside and later else of_stages))
         elif not beside:
-            raise ConfigError(f"{flag} {path}: no {split}.bin and no *_{split}*.bin in there")
+            raise ConfigError(f"{flag} {path}: no {split}.bin, no *_{split}*.bin; see docs/data.md")
     names = [Path(os.path.abspath(path)).name.removesuffix(".bin") for path, *_ in found]
     if len(set(names)) < len(names):  # a/train.bin and b/train.bin
         return found
