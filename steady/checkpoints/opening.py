@@ -61,7 +61,7 @@ def describe(run) -> str:
         f"model   {name}: {parameters / 1e6:.2f} M parameters{of_those}, "
         f"{cfg.n_layer} layers of width {cfg.d_model}, {cfg.n_head} heads ({cfg.n_kv_head} kv), "
         f"vocabulary {cfg.vocab_size}{foreign}",
-        f"data    {', '.join(sources)}: {si(data.n_tokens)} tokens in {steps}, "
+        f"data    {si(data.n_tokens)} tokens: {', '.join(sources)} in {steps}, "
         f"{ranks.workers} loader processes per rank",
         f"step    {'at most ' * data.row_lengths_vary}{si(cfg.batch_size * cfg.seq_len)} tokens = "
         f"{cfg.batch_size} x {cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches "
