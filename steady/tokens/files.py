@@ -218,7 +218,7 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     of_data = max(meta.get("vocab_size", vocab_size or GPT2_VOCAB) for meta in metas)
     if vocab_size and of_data > vocab_size:
         raise ConfigError(f"--vocab_size {vocab_size}: the tokenizer of the data has {of_data} "
-                          "ids; --resize_embeddings adds rows to a model of --init_from")
+                          "ids; --resize_embeddings adds rows if --init_from has this tokenizer")
     for file in files:
         if not file.is_typed and (largest := vocab_size or of_data) > 1 << 16:
             file.refuse_type(f"the vocabulary has {largest:,} ids")
