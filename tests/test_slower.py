@@ -425,7 +425,7 @@ def test_a_loop_starved_by_its_loader_processes_or_by_no_line_with_a_name(place)
 def test_a_line_that_waits_for_another_rank_is_said_to_wait():
     rows = rows_of({"data": 14.0}, {"data": {"my.py:8 gather": 9}})
     for text, advice in (("dist.all_gather(out, n)", "it waits for the slowest rank"),
-                         ("self.gathered[name]", "--num_workers 2, or less work per sample")):
+                         ("torch.gather(x, 1, i)", "--num_workers 2, or less work per sample")):
         assert value(parts_of(rows, {"my.py:8": text})["line"], "advice") == advice
 
 

@@ -25,7 +25,7 @@ class Backup:
     def __init__(self, url: str, run_dir: Path | None, run: str | None):
         self.url = url
         self.newest = None  # checkpoint
-        self.sent = {}  # name there → when its file had changed; that copy is left whole
+        self.sent = {}  # name at the URL → time of change of the file that was uploaded
         self.thread = threading.Thread()  # of the newest upload
         with opened(url, "--backup_to") as self.fs:
             own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()

@@ -37,7 +37,7 @@ AVOIDABLE = (  # source text of lines avoidable in any phase → the remedy
 )
 ADVICE = {"data": "--num_workers 2, or less work per sample", "other": "less of it in each step",
           "logging": "a larger --log_interval", "ranks": "it waits for the slowest rank"}
-WAITS_FOR_RANKS = re.compile(r"\b(all_gather|all_reduce|barrier|broadcast|gather|reduce)\w*\(")
+COLLECTIVE = re.compile(r"\b(all_gather|all_reduce|barrier|dist\.|accelerator\.gather)\w*\(")
 
 
 def slow(history: History, ends: float = math.inf) -> list[Finding]:
@@ -107,7 +107,7 @@ def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str,
         looks, place = sum(lines[place] for place in places), max(places, key=lines.get)
         if looks > 2:
             where, function, _ = parts_of(place)
-            waits = WAITS_FOR_RANKS.search(sources.get(where, ""))
+            waits = COLLECTIVE.search(sources.get(where, ""))
             advice = advice_for(place, sources) or ADVICE["ranks" if waits else phase]
             left.take("line", looks * ms_of_a_look, [phase], advice=advice, phase=phase,
                       line=f"{where} {function}", source=sources.get(where, ""))
