@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, environment, python, tidy, until
+from conftest import ROOT, TINY, column, environment, python, tidy, until
 from test_readme import copy_files
 
 import train
@@ -125,6 +125,17 @@ def pretended(monkeypatch):
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run))
     return flags, results
+
+
+def test_pairs_see_the_same_samples_dropout_and_initial_weights(run, tmp_path):
+    """At rates too small to change the weights, the losses of all steps are those of the pair."""
+    flags = ["--log_interval", 1, "--dropout", 0.3, "--save_interval", 0, "--eval_interval", 0]
+    losses = []
+    for i, more in enumerate([("--seed", 1), ("--seed", 1), ("--seed", 2)]):
+        run(*flags, "--learning_rate", 1e-9 * (i + 1), *more, "--out_dir", i)
+        losses.append([*column(tmp_path / str(i), "train/loss").values()])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0] != pytest.approx(losses[2], abs=1e-3)
 
 
 def test_same_arms_differ_by_nothing(call, in_process):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -144,6 +145,23 @@ def test_no_text_of_a_run_becomes_markup(tmp_path, capsys):
     capsys.readouterr()
     assert main([str(folder), "--json"]) == 0 and "NaN" not in capsys.readouterr().out
     assert told["config"] == {EVIL: EVIL}
+
+
+def test_what_cannot_be_drawn_leaves_the_rest_of_its_row(tmp_path):
+    """As a fork's own metrics: the row still counts in the report and on the page."""
+    rows = list(long_run(40, slow_from=99))
+    odd = {"own/flag": True, "own/text": "x", "own/list": [1.0], "train/grad_norm": "x",
+           "perf/mfu": "high", "perf/data_fraction": None, "perf/tokens_per_second": math.nan,
+           "perf/forward_ms": 1e308, "perf/slowest_rank": -1, "goodput/wall_s": 1}
+    write_rows(tmp_path / "r", [row | odd for row in rows])
+    (tmp_path / "r/config.yaml").write_text("a: [")
+    (told,) = make_page(tmp_path, tmp_path / "r")["runs"]
+    steps, losses = told["lines"]["train/loss"]
+    assert told["step"] == 2000 and len(steps) == 40
+    assert losses[-1] == pytest.approx(rows[-1]["train/loss"], rel=1e-3)
+    assert not told["lines"].keys() & odd.keys() and told["config"] == {}
+    found = report(tmp_path / "r")
+    assert found["figures"]["train/loss"] == rows[-1]["train/loss"]
 
 
 def test_text_that_is_no_unicode_is_escaped(tmp_path, capsys):

@@ -241,6 +241,16 @@ def test_cpu_contention_and_its_end(drive, clock, monkeypatch, tmp_path, capsys)
     assert f"it ended at step {event.until}" in report(tmp_path)["verdict"][0]
 
 
+@pytest.mark.slow
+def test_simulated_runs():
+    """The benchmark has more of them; python -m tests.bench slowdowns."""
+    from tests.bench import slowdowns
+
+    found = slowdowns.simulate(30)
+    assert found["recall"] >= 0.95 and found["precision"] >= 0.95 and found["phase"] >= 0.9
+    assert slowdowns.false_alarms(1_000_000, 50) == 0
+
+
 def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, tool, monkeypatch, clock):
     for name, seconds in (("a", 0.005), ("b", 0.02)):
         with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import OTHERS, longer_lines
 from steady.watch.report import findings, news, report, report_text
 from steady.watch.slow import slow
-from steady.watch.slower import slowdown
+from steady.watch.slower import LINE_SURE, slowdown
 from tests.bench.diagnosis import RESULTS, diagnosed, kept, score
 
 SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "other": 0.05}
@@ -115,6 +115,19 @@ def test_a_slower_machine_is_told_by_its_probe(probe, blames):
     else:
         assert codes(event) == ["unexplained"]
         assert event.parts[0].ms == pytest.approx(0.3 * STEP_MS, rel=0.2)
+
+
+def test_where_a_machine_is_many_times_slower_no_phase_is_blamed():
+    """Ten times slower, what the phases differ by is ten times as large, too."""
+    for seed in range(15):
+        rows = made(seed, factor=12, noise=0.05, wobbles=0.1)
+        for row in rows[PLANTED:]:
+            row["perf/cpu_queue_ms"] = 0.9 * row["perf/step_ms"]
+        events = detect(rows)
+        assert not of_program(events), (seed, events)
+        event = max(events, key=lambda each: each.ms)
+        assert abs(event.since - PLANTED * EVERY) <= 6 * EVERY and event.ms > 5 * event.of, seed
+        assert codes(event)[0] == "contention", event
 
 
 def test_a_second_change_on_top_of_the_first_is_found():
@@ -348,13 +361,15 @@ def test_less_work_in_the_same_time_is_no_slow_down():
 
 
 def test_of_a_function_the_line_that_has_grown_is_named():
-    """By more than a slower machine would explain."""
+    """By more than a slower machine would explain, and not of three looks."""
     looks = ({"m.py:1 f": 60, "m.py:2 f": 10, "m.py:9 g": 30},
              {"m.py:1 f": 60, "m.py:2 f": 110, "m.py:3 f": 5, "m.py:9 g": 30, OTHERS: 5})
     for factor in (1.0, 1.5):
         (ms, _, place), (_, _, other) = longer_lines([10.0, 21.0], looks, factor)
         assert (place, other) == ("m.py:2 f", "m.py:9 g")
         assert ms == pytest.approx(17.5 - factor * 7.0)
+    ((ms, error, _),) = longer_lines([0.1, 5.0], ({}, {"data.py:5 augment": 3}), 1.0)
+    assert ms < LINE_SURE * error  # three looks are too few
 
 
 def test_real_runs_are_diagnosed_as_well_as_ever():

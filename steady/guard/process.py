@@ -6,7 +6,6 @@
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -139,6 +138,7 @@ def several_ranks() -> bool:
 def leave(code: int):
     """End the process; a rank at once, or a gloo or NCCL thread that wakes up while the interpreter
     shuts down aborts it ("terminate called without an active exception")."""
+    import multiprocessing  # here: it takes 15 ms, which a command's start can do without
     for loader in filter(lambda each: each.daemon, multiprocessing.active_children()):
         loader.kill()  # one that is stuck ignores SIGTERM, and would be waited for
     if several_ranks():
