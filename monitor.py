@@ -34,7 +34,7 @@ from steady.watch import proc
 from steady.watch.clock import Clock
 from steady.watch.findings import describe_anomaly, log_line
 from steady.watch.gather import gather, on_host, scalar, slowest_rank
-from steady.watch.history import COMPUTE, OUTSIDE_PHASES, quantile
+from steady.watch.history import COMPUTE, PHASES, STEP_PHASES, quantile
 from steady.watch.machine import Machine
 from steady.watch.report import news, report, report_text, waits_for_lines
 from steady.watch.sampler import Sampler, Tracer
@@ -98,7 +98,7 @@ class Monitor:
             self.sinks = Sinks(self.out_dir, first_step - 1, **self.sink_options)
             self.history = self.sinks.history
             self.all_tokens = self.columns().get("train/tokens", self.history.last("train/tokens"))
-            about = {"last_step": self.last_step()} | self.about | self.clock.about
+            about = {"last_step": self.last_step()} | self.about
             self.write(max(0, first_step - 1), {"about": about})  # some loops count from 0
 
     # --- the interface of a loop ---
@@ -180,8 +180,8 @@ class Monitor:
         accounted_s = proc.process_age_seconds()
         self.clock.phase("logging")  # for a watchdog: an upload takes its time
         self.safely(self.check)
-        last = {"seconds": dict(self.clock.seconds), "about": self.clock.about}
-        self.write(self.newest_step, last)  # of the time after the last log
+        # of the time after the last log
+        self.write(self.newest_step, {"seconds": dict(self.clock.seconds)})
         self.clock.take(1)  # if it is closed again
         self.sinks.close()
         return self.safely(lambda: report_text(report(self.out_dir))) or ""
@@ -223,7 +223,7 @@ class Monitor:
         """Times and rates since the last log; starts the next interval."""
         steps, self.steps = self.steps, 0
         ms, window = self.clock.take(steps)
-        step_ms = max(1e-6, sum(ms[name] for name in ms if name not in OUTSIDE_PHASES))
+        step_ms = max(1e-6, sum(ms[name] for name in STEP_PHASES))
         row = {"perf/step_ms": step_ms}
         row |= {} if lr is None else {"train/learning_rate": scalar(lr)}
         if 0 < self.step_tokens < float("inf"):  # not NaN
@@ -244,8 +244,8 @@ class Monitor:
         self.logged_step = step
         if self.level == "off":
             return row
-        row |= {f"perf/{name}_ms": value for name, value in ms.items()
-                if name != "waiting" or dist.is_initialized()}
+        row |= {f"{'perf' if name in PHASES else 'phase'}/{name}_ms": value
+                for name, value in ms.items() if name != "waiting" or dist.is_initialized()}
         if window:
             row["perf/step_ms_median"] = quantile(window, 0.5)
             row["perf/step_ms_p95"] = quantile(window, 0.95)
@@ -268,7 +268,7 @@ class Monitor:
         if not self.parts:
             return
         began = time.perf_counter()
-        self.history.about |= {"last_step": self.last_step() or 0} | self.clock.about
+        self.history.about |= {"last_step": self.last_step() or 0}
         for found in news(self.history):
             self.write(self.newest_step, {"finding": found.row()})
             say(f"warning: step {self.newest_step}: {found}")

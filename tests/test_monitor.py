@@ -21,7 +21,7 @@ from steady.watch import sinks as telemetry
 from steady.watch.clock import DeviceTimes
 from steady.watch.gather import slowest_rank
 from steady.watch.history import read_rows
-from steady.watch.report import report
+from steady.watch.report import report, report_text
 from steady.watch.slower import OWN_PHASES
 from steady.watch.trends import Spikes
 
@@ -242,7 +242,10 @@ def test_metrics_are_means_over_the_interval(tmp_path, clock):
     assert row["perf/padding_fraction"] == 0.75
     assert row["perf/other_ms"] == pytest.approx(5) and row["perf/step_ms"] == pytest.approx(15)
     m.close()
-    assert report(tmp_path)["seconds"]["other"] == pytest.approx(0.035, abs=0.006)
+    found = report(tmp_path)  # seven steps: the first counts as start-up
+    assert found["seconds"]["shuffle"] == pytest.approx(0.035, abs=0.006)
+    assert found["seconds"]["other"] == 0 and found["wall_s"] == pytest.approx(0.12, abs=0.02)
+    assert "        shuffle " in report_text(found)
 
 
 def test_what_other_loops_pass(tmp_path):
@@ -258,7 +261,7 @@ def test_what_other_loops_pass(tmp_path):
     m.close()
     m.close()
     assert m.healthy and column(tmp_path, "train/loss") == {3: 1, 15: 3, 27: 6}
-    assert m.history.about["own_phases"] == 1
+    assert all(value > 0 for value in column(tmp_path, "phase/rollout_ms").values())
     assert set(column(tmp_path, "train/learning_rate").values()) == {0.5}
     assert sum(row["seconds"]["forward"] for row in rows(tmp_path) if "seconds" in row) < 150
     assert next(tmp_path.glob("metrics.jsonl.*")).read_text() == '{"epoch": 1}\n'

@@ -241,17 +241,14 @@ def keep_the_lock():
 def test_a_function_in_c_that_keeps_pythons_lock_gets_its_share_of_looks(monkeypatch):
     """Not the line after it, at which the sampler gets the lock."""
     monkeypatch.setattr(profile, "SECONDS", 0.03)
-    sampler, kept, began = Sampler(SimpleNamespace(current="other")), 0.0, time.perf_counter()
-    while sampler.counts.total() < 200 and time.perf_counter() < began + 60:
+    sampler, end = Sampler(SimpleNamespace(current="other")), time.perf_counter() + 60
+    while sampler.counts.total() < 200 and time.perf_counter() < end:
         time.sleep(0.005)
-        then = time.perf_counter()
         keep_the_lock()
-        kept += time.perf_counter() - then
-    share = kept / (time.perf_counter() - began)
     sampler.close()
     looks = [n for (_, place, _), n in sampler.counts.items()
              if place[0] and place[0][0] is keep_the_lock.__code__]
-    assert sum(looks) > 0.5 * share * sampler.counts.total()
+    assert sum(looks) > 0.2 * sampler.counts.total()  # of two thirds of the time
 
 
 # --- traces: their files stay few ---

@@ -475,7 +475,7 @@ def test_a_loop_without_phases_is_not_avoidable():
 def test_lines_in_phases_of_the_loop_s_own_are_not_avoidable():
     rows = rows_of({"other": 9.0}, {"other": {"my.py:8 rollout": 30}})
     assert list(parts_of(rows)) == ["line"]
-    rows[5]["about"] = {"own_phases": 1}
+    rows[5]["phase/rollout_ms"] = 9.0
     assert parts_of(rows) == {}
 
 

@@ -15,36 +15,34 @@ WINDOW = 100  # newest steps, at most, for the median and the 95th percentile
 class Clock:
     """Times phases and steps. current, since: the phase now, and the perf_counter at its start.
 
-    sampled: on a GPU also time some steps by CUDA events.
+    name: the loop's own for a part of "other". sampled: on a GPU also time some steps by events.
     """
 
     def __init__(self, device: torch.device, sampled: bool):
         self.device, self.is_cpu = device, device.type == "cpu"
-        self.current, self.since = "other", time.perf_counter()
-        self.about = {}  # whether the loop has phases of its own names
-        self.seconds = dict.fromkeys(PHASES, 0.0)  # since the last log
+        self.name, self.current, self.since = "other", "other", time.perf_counter()
+        self.seconds = dict.fromkeys(PHASES, 0.0)  # by name, since the last log
         self.step_seconds = 0.0  # of the current step
         self.window_ms = deque(maxlen=WINDOW)
         self.events = DeviceTimes() if device.type == "cuda" and sampled else None
 
     def phase(self, name: str) -> str:
-        """Begin a phase, of PHASES or else "other"; returns the one that this ends."""
-        if name not in PHASES:
-            name, self.about = "other", {"own_phases": 1}
+        """Begin a phase, of PHASES or a part of "other"; returns the one that this ends."""
         if not self.is_cpu and name in OUTSIDE_PHASES and name != self.current:
             torch.accelerator.synchronize(self.device)  # queued work belongs to the steps
-        now, ended = time.perf_counter(), self.current
+        now, ended = time.perf_counter(), self.name
         took = now - self.since
-        self.seconds[ended] += took
+        self.seconds[ended] = self.seconds.get(ended, 0.0) + took
         if ended not in OUTSIDE_PHASES:
             self.step_seconds += took
-        self.current, self.since = name, now
+        self.name, self.since = str(name), now
+        self.current = name if name in PHASES else "other"
         if self.events:
-            self.events.mark(name)
+            self.events.mark(self.current)
         return ended
 
     def end_step(self):
-        self.phase(self.current)
+        self.phase(self.name)
         self.window_ms.append(self.step_seconds * 1e3)
         self.step_seconds = 0.0
         if self.events:
@@ -52,8 +50,10 @@ class Clock:
 
     def host_ms(self, steps: int) -> dict[str, float]:
         """ms per step by phase since `take`, by the host's clock."""
-        self.phase(self.current)
-        return {name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
+        self.phase(self.name)
+        ms = {name: seconds / steps * 1e3 for name, seconds in self.seconds.items()}
+        ms["other"] += sum(ms[name] for name in ms.keys() - {*PHASES})
+        return ms
 
     def own_ms(self, steps: int) -> list[float]:
         """ms per step of this rank's own work by phase, without waiting for other ranks."""

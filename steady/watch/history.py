@@ -81,15 +81,12 @@ def checked(row) -> dict | None:
         return None
     out = {}
     for name, value in row.items():
-        if isinstance(value, TYPES[name]) if name in TYPES else is_number(value):
+        number = isinstance(value, (int, float)) and type(value) is not bool and abs(value) < 1e100
+        if isinstance(value, TYPES[name]) if name in TYPES else number:
             out[name] = value
         elif name in LOSSES:
             out[name] = math.nan  # it was not finite
     return out
-
-
-def is_number(value) -> bool:
-    return type(value) is not bool and isinstance(value, (int, float)) and abs(value) < 1e100
 
 
 def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:

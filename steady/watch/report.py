@@ -1,9 +1,9 @@
 """A run in retrospect, from its metrics.jsonl: time by phase, figures, findings, a verdict."""
 
 import math
-import statistics
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
+from statistics import median
 
 from steady.watch.findings import Finding, duration
 from steady.watch.history import LOGS, OUTSIDE_PHASES, STEP_PHASES, History, read_rows
@@ -13,6 +13,7 @@ from steady.watch.trends import RESOURCES, diverged, runs_out
 
 FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/step_ms_p95",
            "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
+NO_TRAINING = ("data", "start-up", *OUTSIDE_PHASES, "lost")
 KINDS = ("start-up", *STEP_PHASES, *OUTSIDE_PHASES, "lost")
 LASTING = ("slow", "eager", *RESOURCES)  # once a process, though their estimated start moves
 UNKNOWN_CAUSES = ("", "unexplained")
@@ -65,7 +66,7 @@ def report(run_dir: Path) -> dict:
 
     Raises OSError if there is no metrics.jsonl.
     """
-    history, figures, seconds = History(), {}, dict.fromkeys(KINDS, 0.0)
+    history, figures, seconds = History(), {}, Counter(dict.fromkeys(KINDS, 0.0))
     happened = {kind: [] for kind in ("hang", "trace", "anomaly")}
     newest, logs, every, logged = 0, 0, 1, math.inf
     for _, row in read_rows(run_dir / "metrics.jsonl"):
@@ -75,15 +76,17 @@ def report(run_dir: Path) -> dict:
         for kind in happened.keys() & row.keys():
             happened[kind].append(row)
         seconds["lost"] += row.get("lost_s", 0.0)
-        for name, s in row.get("seconds", {}).items():
-            seconds[name if name in KINDS else "other"] += s
+        seconds.update(row.get("seconds", {}))
         if not row.get("perf/step_ms"):
             continue
         if "perf/startup_s" in row:
             seconds["start-up"] += row["perf/startup_s"]
         else:
             ms = {name: row[f"perf/{name}_ms"] for name in KINDS if f"perf/{name}_ms" in row}
-            for name, x in (ms or {"other": row["perf/step_ms"]}).items():  # --monitoring off
+            ms = ms or {"other": row["perf/step_ms"]}  # --monitoring off
+            own = {name[6:-3]: x for name, x in row.items() if name.startswith("phase/")}
+            ms["other"] = max(0.0, ms.get("other", 0.0) - sum(own.values()))
+            for name, x in (ms | own).items():
                 seconds[name] += max(0, row["step"] - logged) * x / 1e3
         logged = row["step"]
         logs += 1
@@ -97,12 +100,11 @@ def report(run_dir: Path) -> dict:
     medians = [row.get("perf/step_ms_median") or row["perf/step_ms"] for row in usual]
     if medians:
         tenth = max(1, len(medians) // 10)
-        figures["step_ms_median"] = statistics.median(medians)
-        figures["first_tenth_ms"] = statistics.median(medians[:tenth])
-        figures["last_tenth_ms"] = statistics.median(medians[-tenth:])
+        figures |= dict(step_ms_median=median(medians), first_tenth_ms=median(medians[:tenth]),
+                        last_tenth_ms=median(medians[-tenth:]))
     for name in ("perf/tokens_per_second", "perf/padding_fraction"):
         if values := [row[name] for row in usual if name in row]:
-            figures[name] = statistics.median(values)  # the newest may be of a single step
+            figures[name] = median(values)  # the newest may be of a single step
     out = dict(run=str(run_dir), step=newest, findings=findings(history), judged=len(medians) > 9,
                reported=list(history.reported), hangs=happened["hang"],
                anomalies=happened["anomaly"], traces=happened["trace"], figures=figures,
@@ -136,7 +138,7 @@ def report_text(out: dict) -> str:
     if "step_ms_median" in figures:
         lines.append("steps   {step_ms_median:.4g} ms (median), first tenth {first_tenth_ms:.4g} "
                      "ms, last tenth {last_tenth_ms:.4g} ms".format(**figures))
-    trained = sum(seconds[name] for name in STEP_PHASES if name != "data")
+    trained = out["wall_s"] - sum(seconds[name] for name in NO_TRAINING)
     lines.append(f"goodput {trained / wall:.1%} of the time was training, "
                  f"{seconds['lost'] / wall:.1%} was lost to restarts")
     for kind in sorted({row["anomaly"] for row in out["anomalies"]}):

@@ -73,8 +73,9 @@ function drawGoodput(block, run) {
   for (const [kind, s] of parts) {
     const part = add(bar, "i", "", {className: kind, title: `${kind}: ${duration(s)}, ${share(s)}`});
     part.style.flexGrow = s / total;
-    part.style.backgroundColor = COLOURS[kind];
-    add(key, "span", " ■ ").style.color = COLOURS[kind];
+    const colour = COLOURS[kind] ?? COLOURS.other;  // a phase of the loop's own
+    part.style.backgroundColor = colour;
+    add(key, "span", " ■ ").style.color = colour;
     add(key, "span", `${kind} ${share(s)}`);
   }
 }
