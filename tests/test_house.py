@@ -12,16 +12,12 @@ SOURCES = {
 }
 
 
-def is_main_block(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-
-
 def imports(source: str) -> set[str]:
     """Modules of this repository that it imports, also in functions, but not if it is run."""
     found, nodes = set(), [ast.parse(source)]
     while nodes:
         node = nodes.pop()
-        if is_main_block(node):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
             continue
         nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):

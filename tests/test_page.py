@@ -22,15 +22,11 @@ EVIL = ("</script><script>document.title = 'owned'</script>"
         "<img src=x onerror=\"document.title='owned'\">")
 
 
-def data_of(file) -> dict:
-    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>',
-                         file.read_text(), re.DOTALL)
-    return json.loads(text)
-
-
 def make_page(tmp_path, *runs) -> dict:
     assert main([*map(str, runs), "--html", str(tmp_path / "page.html")]) == 0
-    return data_of(tmp_path / "page.html")
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>',
+                         (tmp_path / "page.html").read_text(), re.DOTALL)
+    return json.loads(text)
 
 
 def test_a_page_has_what_a_run_did(run, tmp_path):

@@ -251,6 +251,14 @@ def test_the_machine_is_read_and_stops_are_counted(tmp_path):
     assert signal.getsignal(signal.SIGCONT) == before
 
 
+def test_the_probe_needs_one_core():
+    """Beside four busy processes a product on two threads took half a second, twice a second."""
+    code = ("import os, torch; from steady.watch.machine import Probe; task = '/proc/self/task'\n"
+            "probe, threads = Probe(torch.device('cpu')), os.listdir(task)\n"
+            "print(*probe.read(), os.listdir(task) == threads)")
+    assert python("-c", code, OMP_NUM_THREADS="4")[0] == "machine/cpu_probe_us True\n"
+
+
 def test_a_gpu_is_read_as_far_as_it_reports(monkeypatch, tmp_path):
     def read(device):
         row = machine.read_resources(torch.device(device), tmp_path / "gone")

@@ -27,11 +27,11 @@ TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class Probe:
-    """Fixed work: a small product on as many threads as the program has, a large one on a GPU."""
+    """Fixed work: a running sum on one core (several might be waited for), a product on a GPU."""
 
     def __init__(self, device: torch.device):
-        self.small = torch.full((128, 128), 0.01)
-        self.product, self.large, self.events = torch.empty_like(self.small), None, None
+        self.ones, self.large, self.events = torch.ones(32_000), None, None
+        self.sums = torch.empty_like(self.ones)
         if device.type == "cuda":
             # 58 GFLOP, about 0.1 ms of an H100: long enough for the events' half microsecond
             self.large = torch.full((3072, 3072), 0.01, dtype=torch.float16, device=device)
@@ -42,7 +42,7 @@ class Probe:
         times = []
         for _ in range(3):  # the best: an interrupted try says nothing about the cores
             began = time.perf_counter()
-            torch.mm(self.small, self.small, out=self.product)
+            torch.cumsum(self.ones, 0, out=self.sums)
             times.append(time.perf_counter() - began)
         row = {"machine/cpu_probe_us": min(times) * 1e6}
         if self.events and self.events[1].query():  # never waits
