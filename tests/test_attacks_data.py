@@ -339,6 +339,7 @@ def test_two_preparations_into_one_folder(tmp_path, made, end):
 
 def test_no_process_outlives_an_error(tmp_path, made, monkeypatch):
     """Else its end races that of the interpreter, which then prints "Bad file descriptor"."""
+    monkeypatch.setattr("tools.prepare.usable_cores", lambda: 2)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"words": "b"}])
     made(source, "--workers", 2, expect=2)
     assert not multiprocessing.active_children()
