@@ -153,7 +153,7 @@ def test_tool_calls_come_in_several_forms():
     ("qwen3", TALK[:2], ["<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
                          "[<think>\n\n</think>\n\nHi.<|im_end|>]"]),
     # what answers nobody, and what nobody answers
-    ("deepseek", TALK[1:], ["<A>Hi.</s><U>And?<A>[Bye.</s>]"]),
+    ("deepseek", chat("assistant: Hi.", "user: ", "assistant: A"), ["<A>Hi.</s><U><A>[A</s>]"]),
     ("deepseek", TALK[:3], ["<U>Hello<A>[Hi.</s>]<U>And?</s>"]),
     # a system prompt that a template writes only at the end
     ("mistral", CHATS["two turns"], [

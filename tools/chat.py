@@ -222,7 +222,7 @@ def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tup
     reply = after.removeprefix(head)
     if content.strip() not in reply and "tool_calls" not in messages[i]:
         reply = content + tail  # DeepSeek's drops the thought
-    asked = messages[i - 1]["content"].strip() or "\n"
+    asked = messages[i - 1]["content"].strip() or PLACE  # without a question the whole text
     begun, written = (text.rpartition(asked)[2] for text in (before, head))
     if begun.startswith(written) and not (written + reply).startswith(begun):
         # DeepSeek's begins a thought that this reply lacks
