@@ -126,7 +126,7 @@ def test_tool_calls_come_in_several_forms():
     tokenizer = tokenizer_of("qwen3")
     as_text = json.loads(json.dumps(CALL))
     as_text["function"]["arguments"] = json.dumps(CALL["function"]["arguments"])
-    tools = [dict(type="function", function=dict(name="add", description="adds", parameters={}))]
+    tools = [dict(function=dict(name="add", description="adds", parameters=dict(default=None)))]
     forms = [
         dict(messages=CHATS["a tool"], tools=tools),
         dict(messages=[dict(m, tool_calls=[as_text], content=None) if "tool_calls" in m else m
@@ -138,10 +138,10 @@ def test_tool_calls_come_in_several_forms():
     assert '"description": "adds"' in first and first.endswith(
         '[<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n'
         "</tool_call><|im_end|>]")
-    as_text["function"]["arguments"] = '{"a": null}'  # null where it was written, as OpenAI does
-    tools[0]["function"]["parameters"] = dict(default=None)
-    first = shown(tokenizer, dict(messages=forms[1]["messages"], tools=json.dumps(tools)))[0]
-    assert '"parameters": {"default": null}' in first and '"arguments": {"a": null}' in first
+    for nulls in ('{"a": null}', dict(a=None)):  # null where it was written, as OpenAI does
+        as_text["function"]["arguments"] = nulls
+        first = shown(tokenizer, forms[1])[0]
+        assert '"parameters": {"default": null}' in first and '"arguments": {"a": null}' in first
 
 
 @pytest.mark.parametrize("family, messages, expected", [

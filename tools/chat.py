@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from steady.options import ConfigError
+from tools.read import without_none
 
 Part = tuple[str, bool]  # text, and whether the loss counts it
 
@@ -31,7 +32,7 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
         raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template"
                           + ", or --text_field text" * ("text" in record))
     messages = read_messages(record, keys)
-    tools = expect(list, without_none(record.get("tools") or []), "tools") or None
+    tools = expect(list, record.get("tools") or [], "tools") or None
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weighted = [i for i in replies if messages[i].get("weight", 1)]
     counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], tools)]
@@ -164,13 +165,6 @@ def read_message(message: dict) -> dict:
     return message
 
 
-def without_none(x):
-    """Without keys of None: Parquet gives each row the keys of all rows."""
-    if isinstance(x, dict):
-        return {k: without_none(v) for k, v in x.items() if v is not None}
-    return [without_none(v) for v in x] if isinstance(x, list) else x
-
-
 def apply(tokenizer, messages: list[dict], tools: list | None, **options) -> str:
     from jinja2 import TemplateError
 
@@ -226,8 +220,7 @@ def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tup
     begun, written = (text.rpartition(asked)[2] for text in (before, head))
     if begun.startswith(written) and not (written + reply).startswith(begun):
         # DeepSeek's begins a thought that this reply lacks
-        before = before.removesuffix(begun) + written
-        begun = written
+        before, begun = before.removesuffix(begun) + written, written
     if not after.startswith(head) or not (written + reply).startswith(begun):
         raise ValueError("the chat template writes earlier turns differently if a reply follows")
     return before, before + (written + reply)[len(begun) :]

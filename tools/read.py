@@ -254,7 +254,14 @@ def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
         found = found.select_columns([name for name in names if name in known])
     for batch in found.iter(16):
         for values in zip(*batch.values(), strict=True):
-            yield others | dict(zip(batch, values, strict=True))
+            yield others | dict(zip(batch, without_none([*values], keep=()), strict=True))
+
+
+def without_none(x, keep: tuple = ("arguments", "tools")):
+    """Without keys of None, which Parquet gives rows for the keys of others; `keep` as they are."""
+    if isinstance(x, dict):
+        return {k: v if k in keep else without_none(v, keep) for k, v in x.items() if v is not None}
+    return [without_none(v, keep) for v in x] if isinstance(x, list) else x
 
 
 def read_text(path: Path, share: float, large: bool) -> Iterator[Document]:
