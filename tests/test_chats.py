@@ -154,7 +154,7 @@ def test_tool_calls_come_in_several_forms():
                          "[<think>\n\n</think>\n\nHi.<|im_end|>]"]),
     # what answers nobody, and what nobody answers
     ("deepseek", chat("assistant: Hi.", "user: ", "assistant: A"), ["<A>Hi.</s><U><A>[A</s>]"]),
-    ("deepseek", TALK[:3], ["<U>Hello<A>[Hi.</s>]<U>And?</s>"]),
+    ("deepseek", chat("user: >", "assistant: Hi.", "user: And?"), ["<U>><A>[Hi.</s>]<U>And?</s>"]),
     # a system prompt that a template writes only at the end
     ("mistral", CHATS["two turns"], [
         "<s>[INST] Be brief.\n\nHello[/INST][ Hi.</s>]",

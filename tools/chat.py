@@ -209,14 +209,14 @@ def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tup
     if after.startswith(before):
         return before, after
     # The template writes the prompt differently once a reply follows. So append the reply to the
-    # prompt, after the last words common to both.
+    # prompt, after the last words common to both: all that is before it, or else the question.
     content = messages[i]["content"]
     placed = {k: v for k, v in messages[i].items() if k != "tool_calls"} | dict(content=PLACE)
     head, _, tail = apply(tokenizer, [*messages[:i], placed], tools).partition(PLACE)
     reply = after.removeprefix(head)
     if content.strip() not in reply and "tool_calls" not in messages[i]:
         reply = content + tail  # DeepSeek's drops the thought
-    asked = messages[i - 1]["content"].strip() or PLACE  # without a question the whole text
+    asked = not before.startswith(head) and messages[i - 1]["content"].strip() or PLACE
     begun, written = (text.rpartition(asked)[2] for text in (before, head))
     if begun.startswith(written) and not (written + reply).startswith(begun):
         # DeepSeek's begins a thought that this reply lacks
