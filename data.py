@@ -228,8 +228,7 @@ def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
     """The mixture of the PATH[:WEIGHT] sources that `option` names; None where --data has no
     validation data beside it. mode: as --data_mode; later: of `split_stages`. Raises ConfigError.
     """
-    sources = find_sources(paths, split, option, later)
-    if not sources:
+    if not (sources := find_sources(paths, split, option, later)):
         return None
     prompts = any(Path(f"{file}.mask").exists() for _, files, _ in sources for file in files)
     make = Stream
@@ -250,8 +249,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
             option, cfg.data_mode, later if option == "--data" else None)
 
     if cfg.eval_only:  # the training data need not be there
-        train_data = load(cfg.val_data or cfg.data, "val", val_option, 0)
-        if train_data is None:
+        if (train_data := load(cfg.val_data or cfg.data, "val", val_option, 0)) is None:
             raise ConfigError("--eval_only: no validation data; name some with --val_data")
     else:
         train_data = load(cfg.data, "train", "--data", cfg.seed)
@@ -267,7 +265,9 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
         if val_data.vocab_size > cfg.vocab_size:  # as where a fork adds an id to that of before
             raise ConfigError(f"{val_option}: ids below {val_data.vocab_size}, those of --data "
                               f"are below {cfg.vocab_size}")
-        n = eval_samples(cfg, val_data)
+        if (n := eval_samples(cfg, val_data)) == val_data.n_samples:
+            order = val_data.order  # all: each sequence once, whatever the weights
+            val_data.order = Order(order.sizes, order.sizes, order.seed)
         val_data.group_by_length(1, n)  # one window over everything that is evaluated
         counted = val_data.mode == "stream" or val_data.per_sample("targets", *val_data.order(0, n))
         if not np.any(counted) and (cfg.eval_interval or cfg.eval_only):

@@ -44,7 +44,7 @@ def mixture_pattern(weights: list[Fraction]) -> np.ndarray:
     As short as the weights allow, at most about 10,000 (then counts are rounded), and each dataset
     is spread evenly.
     """
-    weights = [w / sum(weights) for w in weights]
+    weights = [Fraction(w) / sum(weights) for w in weights]
     length = min(10_000, math.lcm(*(w.denominator for w in weights)))
     counts = [math.floor(w * length) for w in weights]
     by_remainder = sorted(range(len(weights)), key=lambda k: counts[k] - weights[k] * length)
