@@ -200,8 +200,7 @@ def test_our_files_carry_their_description(corpus):
     ("train.bin", b"ab" * 5, "5 tokens; expected more than --seq_len 10"),
     ("x_train_1.bin", shard(range(100))[: 1024 + 60], "1,084 bytes; expected 100 uint16 tokens"),
     ("notes.txt", b"", "no train.bin"),
-    ("train.bin", None, "train.bin: is a folder"),
-])
+    ("train.bin", None, "train.bin: is a folder")])
 def test_bad_files_are_refused(tmp_path, name, content, words):
     (tmp_path / name).mkdir() if content is None else (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=words) as error:

@@ -71,8 +71,7 @@ def test_a_leak_is_reported_early_with_its_rate_its_beginning_and_its_end():
     ("memory/open_files", lambda s: 20 + s // 25 + s % 3, "open files", 25_000),
     ("memory/threads", lambda s: 20 + s // 20, "threads", 19_600),
     ("memory/allocated_gb", lambda s: 10 + 0.01 * s, "device memory", 7000),
-    ("disk/free_gb", lambda s: 100 - 2 * (s // 500), "disk space", 25_000),
-])
+    ("disk/free_gb", lambda s: 100 - 2 * (s // 500), "disk space", 25_000)])
 def test_every_resource_is_watched(name, value, resource, at_step):
     (_, found), *_ = watch(value, name, rows=2000)
     assert found.code == resource and "runs out at about step" in str(found)

@@ -91,8 +91,7 @@ def test_a_run_is_one_run_of_wandb_and_of_a_shared_tensorboard_dir(
 
 @pytest.mark.parametrize("bodies", [
     dict(init="raise OSError('no network')"), dict(init="time.sleep(99)"),
-    dict(log="import os; os.kill(os.getpid(), 9)"), dict(finish="time.sleep(99)"),
-])
+    dict(log="import os; os.kill(os.getpid(), 9)"), dict(finish="time.sleep(99)")])
 def test_what_wandb_does_changes_nothing_else(run, tmp_path, fake_tracker, bodies):
     fake_tracker(**bodies)
     printed = run("--out_dir", "r", "--wandb", "--tensorboard", "--max_steps", 16)

@@ -52,8 +52,7 @@ def seconds_until_judged(watchdog: Watchdog) -> int | None:
     (50, "other", ["steady.checkpoints.disk", "steady.checkpoints.checkpoint"], PATIENT),
     (50, "other", ["threading", "steady.checkpoints.writer"], PATIENT),
     (50, "forward", ["torch._dynamo.convert_frame"], PATIENT),
-    (None, "start-up", [], PATIENT),
-])
+    (None, "start-up", [], PATIENT)])
 def test_a_phase_may_take_so_long(step, phase, modules, times):
     watchdog = Watchdog(10) if step is None else watch(step, phase)
     watchdog.stack = lambda: [(module, "") for module in modules]
@@ -101,8 +100,7 @@ def note(phase="waiting", host="a", step=811, line="", **other):
     ([note("data")] * 4, [], "stuck", [0, 1, 2, 3]),  # on the same disk
     ([note(), note("forward"), note(host="b")], [1, 2], "silent", [1, 2]),
     ([note(), note(line="mine.py:3 in f"), note()], [], "waiting", [1]),
-    ([note(), note(host="b")], [], "waiting", []),
-])
+    ([note(), note(host="b")], [], "waiting", [])])
 def test_who_is_to_blame(notes, silent, code, blamed):
     assert find(dict(enumerate(notes)), silent) == (code, blamed)
     assert describe(code, blamed, notes)

@@ -51,8 +51,6 @@ def slowest_rank(own_ms: list[list[float]]) -> dict[str, float]:
         return {}
     slow = int(busy.argmax())
     typical = np.median(np.delete(own, slow, 0), axis=0)
-    return {
-        "perf/slowest_rank": slow,
-        "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
-        "perf/slowest_rank_phase": int((own[slow] - typical).argmax()),
-    }
+    return {"perf/slowest_rank": slow,
+            "perf/slowest_rank_ratio": busy[slow] / max(1e-9, typical.sum()),
+            "perf/slowest_rank_phase": int((own[slow] - typical).argmax())}

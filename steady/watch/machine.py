@@ -149,14 +149,12 @@ def counters() -> dict[str, float]:
     fields, cpus = proc.stat_fields("thread-self"), proc.read("proc/stat").split()
     throttled = [proc.number(f"{folder}/cpu.stat", "throttled_usec ")
                  for folder in proc.cgroup_folders()]
-    out = {
-        "faults": int(fields[9]) if fields else math.inf,
-        "read_bytes": proc.number("proc/thread-self/io", "\nread_bytes: "),
-        "steal_ms": int(cpus[8]) * 1e3 / TICKS / os.cpu_count() if cpus else math.inf,
-        "disk_ms": proc.number("proc/pressure/io", "total=") / 1e3,
-        "memory_ms": proc.number("proc/pressure/memory", "total=") / 1e3,
-        "throttled_ms": max(filter(math.isfinite, throttled), default=math.inf) / 1e3,
-    }
+    out = {"faults": int(fields[9]) if fields else math.inf,
+           "read_bytes": proc.number("proc/thread-self/io", "\nread_bytes: "),
+           "steal_ms": int(cpus[8]) * 1e3 / TICKS / os.cpu_count() if cpus else math.inf,
+           "disk_ms": proc.number("proc/pressure/io", "total=") / 1e3,
+           "memory_ms": proc.number("proc/pressure/memory", "total=") / 1e3,
+           "throttled_ms": max(filter(math.isfinite, throttled), default=math.inf) / 1e3}
     return {name: x for name, x in out.items() if math.isfinite(x)}
 
 
@@ -218,11 +216,9 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     threads, host_gb = row.get("memory/threads", 0), row.get("memory/host_anonymous_gb", 0.0)
-    found = {
-        "limit/host_gb": host_gb + proc.available_bytes() / ranks / 1e9,
-        "limit/threads": threads + proc.available_threads(threads) / ranks,
-        "limit/open_files": proc.soft_limit("RLIMIT_NOFILE"),
-    }
+    found = {"limit/host_gb": host_gb + proc.available_bytes() / ranks / 1e9,
+             "limit/threads": threads + proc.available_threads(threads) / ranks,
+             "limit/open_files": proc.soft_limit("RLIMIT_NOFILE")}
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # without the share of others, and of the driver

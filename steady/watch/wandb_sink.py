@@ -48,8 +48,7 @@ def start(run_dir: Path, tracker: str, settings: dict) -> subprocess.Popen:
         [sys.executable, "-m", "steady.watch.wandb_sink", run_dir.resolve(), tracker, str(size),
          json.dumps(settings, default=str)],
         stdin=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2],
-        start_new_session=True,  # away from the terminal's Ctrl-C
-    )
+        start_new_session=True)  # away from the terminal's Ctrl-C
 
 
 def finish(process: subprocess.Popen):

@@ -46,8 +46,7 @@ def machine() -> dict:
         "precision": str(pick_dtype("auto", device)).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")},
-    }
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")}}
 
 
 def publish(name: str, record: dict):

@@ -57,5 +57,4 @@ def main(options) -> list[Figure]:
         compare(f"{what}: training waits", "torch.save and fsync", stall, plain, "{:.3f} s",
                 "<= 0.1"),
         compare(f"{what}: written and verified", "torch.save and fsync", write, plain, "{:.2f} s"),
-        compare("a step of 64 tokens during a write", "a step alone", beside, alone, "{:.3f} s"),
-    ]
+        compare("a step of 64 tokens during a write", "a step alone", beside, alone, "{:.3f} s")]

@@ -85,14 +85,12 @@ LINES = [  # (where, what is planted; MS is its time)
     ("other", "notes.write(json.dumps(model[-1].weight.tolist()))"),
     ("other", "torch.save(model.state_dict(), 'now.pt')"),
     ("other", "json.dumps(list(range(int(4000 * MS))))"),
-    ("other", "sum(float(p.norm()) for p in model.parameters())"),
-]
+    ("other", "sum(float(p.norm()) for p in model.parameters())")]
 OPTIONS = [  # (flags of train.py, the same with the advice applied, the cause)
     ("--eval_interval 4 --eval_steps 2", "--eval_interval 8 --eval_steps 2", "evaluation"),
     ("--eval_interval 10 --eval_steps 4", "--eval_interval 20 --eval_steps 4", "evaluation"),
     ("--save_interval 1", "--save_interval 2", "checkpoint"),
-    ("--save_interval 2", "--save_interval 4", "checkpoint"),
-]
+    ("--save_interval 2", "--save_interval 4", "checkpoint")]
 SHAPES = ((64, 8), (128, 8), (192, 16))  # (width, rows) of the loop: steps of 4 to 30 ms
 TRAIN = ["--n_layer", "3", "--d_model", "128", "--d_ff", "384", "--n_head", "2", "--n_kv_head", "1",
          "--seq_len", "64", "--batch_size", "8", "--precision", "fp32", "--sample_interval", "0",

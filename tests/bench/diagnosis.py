@@ -41,8 +41,7 @@ RESULTS = Path(__file__).parent / "results/diagnosis.jsonl.gz"
 SCALES = {  # name → (steps, flags)
     "short": (900, ["--n_layer", 2, "--d_model", 64, "--d_ff", 192, "--seq_len", 32]),
     "medium": (400, ["--n_layer", 3, "--d_model", 128, "--d_ff", 384, "--seq_len", 64]),
-    "long": (360, ["--n_layer", 4, "--d_model", 192, "--d_ff", 512, "--seq_len", 256]),
-}
+    "long": (360, ["--n_layer", 4, "--d_model", 192, "--d_ff", 512, "--seq_len", 256])}
 PLACES = ("train:train", "train:train", "train:update", "model:Attention.forward",
           "model:FeedForward.forward", "model:Block.forward", "model:Transformer.hidden",
           "steady.models.layers:LinearCrossEntropy.forward",

@@ -31,8 +31,7 @@ KINDS = {  # flags, sequences a step and a micro-batch, padded to multiples of, 
     "fixed": ([], BATCH, 16, SEQ_LEN, 0),
     "dynamic": ([], BATCH, 16, 8, 0),
     "grouped": ([], BATCH, 16, 8, 32),
-    "packed": (["--data_mode", "packed"], 20, 10, 8, 32),
-}
+    "packed": (["--data_mode", "packed"], 20, 10, 8, 32)}
 
 
 def text_to_tokens(folder: Path, size: int, rounds: int) -> Figure:

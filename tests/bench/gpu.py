@@ -66,8 +66,7 @@ QUIET = ["--eval_interval", "0", "--sample_interval", "0", "--log_interval", "5"
          "--no_tensorboard"]
 KERNELS = {  # by the names of kernels, the first that fits
     "attention": "flash|fmha|sdpa|attention", "GEMM": "gemm|cutlass|nvjet|cublas|_mm_",
-    "Triton": "^triton", "optimizer": "multi_tensor|foreach|adam", "other": "",
-}
+    "Triton": "^triton", "optimizer": "multi_tensor|foreach|adam", "other": ""}
 
 # --- runs ------------------------------------------------------------------------------------
 
@@ -298,8 +297,7 @@ BATCH, BACKWARD = (data.Mixture, "batch"), (train.Monitor, "add_losses")
 PLANTS = {  # name: (function followed by it from step 200 on, what is done, word of the warning)
     "nothing": (BACKWARD, lambda device: None, ""),
     "slow data": (BATCH, lambda device: time.sleep(0.02), "data"),
-    "kernels in backward": (BACKWARD, more_kernels, "backward"),
-}
+    "kernels in backward": (BACKWARD, more_kernels, "backward")}
 
 
 def plant(device: torch.device, tiny: bool, name: str):
@@ -339,8 +337,7 @@ CHOICES = {  # name: {kind: (flags, mode of torch.compile)}; all against the fir
                       "compiled": (COMPILED, None),
                       "compiled, deterministic": ([*COMPILED, "--deterministic"], None)},
     "attention": {name: ([*EAGER, "--attention", name], None)
-                  for name in ("auto", "flash", "efficient", "cudnn", "math")},
-}
+                  for name in ("auto", "flash", "efficient", "cudnn", "math")}}
 
 
 def timed_run(flags: list[str], mode: str | None):

@@ -31,8 +31,7 @@ CHUNK = 1000  # empty steps between two readings
 SETTINGS = {  # monitor, log_interval, the share of a step that it may cost
     "light, every 50": ("light", 50, "<= 0.003"),
     "light, every 1": ("light", 1, "<= 0.025"),
-    "full, every 50": ("full", 50, "<= 0.005"),
-}
+    "full, every 50": ("full", 50, "<= 0.005")}
 
 
 def with_monitor(run: train.Run, folder: Path, **options) -> train.Run:
@@ -155,8 +154,7 @@ def long_run(off: train.Run, folder: Path, steps: int) -> list[Figure]:
     return [
         compare(what + "time", "a new monitor", found["old"], found["new"], "{:.1f} us/step",
                 "<= 1.05"),
-        compare(what + "memory", "after a fifth of them", [late], [early], "{:.1f} MB", "<= 1.005"),
-    ]
+        compare(what + "memory", "after a fifth of them", [late], [early], "{:.1f} MB", "<= 1.005")]
 
 
 def main(options) -> list[Figure]:

@@ -39,8 +39,7 @@ NULLS = {  # kind: (A, B, added to B's seed)
     "another seed, unstable runs": (UNSTABLE, UNSTABLE, 10**6),
     "initial weights drawn in another order": ("", "reversed", 0),
     "another micro-batch size": ("", "--micro_batch_size=2", 0),
-    UNLIKE: ("", UNSTABLE, 0),
-}
+    UNLIKE: ("", UNSTABLE, 0)}
 PLANTED = ["--learning_rate=0.003", "--learning_rate=0.012", "--learning_rate=0.024",
            "--learning_rate=0.0066", "--warmup_steps=30", "--dropout=0.1", "--beta2=0.999",
            "--beta1=0.5", "--weight_decay=0", "--weight_decay=1", "--d_ff=88", "--d_ff=352",

@@ -27,8 +27,7 @@ PEER = ["--device=cpu", "--compile=False", "--block_size=64", "--batch_size=12",
 KINDS = {  # our optimizer: (flags, aim)
     "adamw": (["--optimizer", "adamw", "--no_compile"], "<= 0.5"),
     "adamw, compiled": (["--optimizer", "adamw", "--compile"], "<= 0.4"),
-    "muon": (["--optimizer", "muon", "--no_compile"], ""),
-}
+    "muon": (["--optimizer", "muon", "--no_compile"], "")}
 
 
 def write_characters(text: str, folder: Path) -> int:

@@ -58,8 +58,7 @@ def qwen2(flags: list[str]):
         vocab_size=cfg.vocab_size, hidden_size=cfg.d_model, intermediate_size=cfg.d_ff,
         num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
         num_key_value_heads=cfg.n_kv_head, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
-    ))
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None))
 
     def loss(tokens):
         return model(input_ids=tokens[:, :-1], labels=tokens[:, :-1], use_cache=False).loss
