@@ -217,6 +217,14 @@ def test_a_slow_rank_or_a_slow_network(ratio, code, blames):
     assert codes(event)[0] == code and event.side == blames
 
 
+def test_a_rank_that_waits_for_one_that_evaluates_alone_is_not_said_to_be_slow():
+    logs = itertools.count()
+    (event,) = detect(made(wobbles=0.02, phase="data", share=0.4, logs=80, more=lambda late: {
+        "perf/slowest_rank": 1, "perf/slowest_rank_ratio": 9.0 if next(logs) == 70 else 1.02,
+        "perf/slowest_rank_phase": 2}))
+    assert codes(event) == ["data"] and event.side == "program"
+
+
 def test_backward_that_may_have_waited_for_another_rank_is_not_said_to_be_the_program():
     ranks = {"perf/slowest_rank": 0, "perf/slowest_rank_ratio": 1.02, "perf/slowest_rank_phase": 1}
     for columns, blames in (({}, "program"), (ranks, "unclear")):
