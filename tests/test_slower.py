@@ -101,6 +101,17 @@ def test_what_is_planted_comes_first_while_the_machine_wobbles(phase, seed):
     assert abs(event.since - PLANTED * EVERY) <= 3 * EVERY
 
 
+@pytest.mark.parametrize("phase", ["data", "forward", "optimizer"])
+@pytest.mark.parametrize("logs", [2, 3, 4])
+def test_what_begins_after_a_few_logs_is_found_and_has_not_ended(phase, logs):
+    """The first ten define the usual time, most of them already slow."""
+    for seed in range(4):
+        rows = made(seed, wobbles=0.05, phase=phase, share=0.5)[PLANTED - logs:]
+        (event,) = of_program(detect(rows))
+        assert abs(event.since - PLANTED * EVERY) <= EVERY and event.until is None, (seed, event)
+        assert value(event, "phases")[0] == (phase, pytest.approx(0.5 * STEP_MS, rel=0.2))
+
+
 @pytest.mark.parametrize("probe, blames", [("slower", "machine"), ("as before", "unclear"),
                                            ("none", "unclear")])
 def test_a_slower_machine_is_told_by_its_probe(probe, blames):

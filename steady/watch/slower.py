@@ -178,8 +178,8 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
     excess over the level, less an allowance of half the smallest rise to find (2.5 %) or one
     standard deviation; a rise is found where the sum passes a threshold of 10 % or 8 standard
     deviations. One value adds at most a sixth of that, so an outlier alone is never a rise. The
-    first BASELINE values define the level, and so do later ones in control, up to 50. After a rise
-    the higher level is learned anew; the lower one is kept, to see the series return to it.
+    first BASELINE values, or those before an early rise, define the level, as do later ones in
+    control, up to 50. The higher level is learned anew; the lower is kept, to see a return to it.
     """
     rises, lower = [], []  # lower: (values of a level, its upper end, the rise above it)
     normal, rising, newest = [], [], deque(maxlen=5)
@@ -208,21 +208,26 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
             since = n + 1
             if len(normal) == BASELINE:
                 learn()
+                k, _ = change_point(np.array(normal))
+                jump = np.median(normal[k:]) - np.median(normal[:k])
+                early = not lower and 1 < k <= BASELINE // 2 and name != COMMON
+                if early and jump > max(0.1, 0.6 * threshold) * unit:  # it has begun among them
+                    normal, rising, since = normal[:k], normal[k:], since - BASELINE + k
+                    learn()
+                    total = threshold
         else:
-            excess = (value - level) / unit - allowance
-            total += min(excess, threshold / 6)
+            rising.append(value)
+            total += min((value - level) / unit - allowance, threshold / 6)
             if total <= 0:
                 if len(normal) < 50:  # with those that rose and fell, or it would be low
-                    normal += [*rising, value]
+                    normal += rising
                     learn()
                 total, since, rising = 0.0, n + 1, []
-                continue
-            rising.append(value)
-            if total >= threshold:
-                after = float(np.median(rising[-10:]))
-                rises.append(Rise(name, values[began][0], values[since][0], i, level, after))
-                lower.append((normal, 0.7 * level + 0.3 * after, rises[-1]))
-                normal, rising, total, began = [], [], 0.0, since
+        if rising and total >= threshold:
+            after = float(np.median(rising[-10:]))
+            rises.append(Rise(name, values[began][0], values[since][0], i, level, after))
+            lower.append((normal, 0.7 * level + 0.3 * after, rises[-1]))
+            normal, rising, total, began = [], [], 0.0, since
     return rises
 
 
