@@ -75,8 +75,7 @@ class Monitor:
         self.first_step, self.newest_step = first_step, 0
         self.gathered = {}  # name → (total, weight) since the last log
         self.losses, self.grad_norms, self.steps = [], [], 0  # of every step since the last log
-        self.tokens = 0  # of this rank since the last log
-        self.all_tokens = 0  # of all ranks since the run began
+        self.tokens, self.all_tokens = 0, 0  # of this rank since the last log; of all, of the run
         self.datasets, self.dataset_totals = list(datasets), None  # [2, datasets]: losses, targets
         if len(self.datasets) > 1 and level != "off":
             self.dataset_totals = torch.zeros(2, len(self.datasets), device=self.device)
@@ -222,6 +221,8 @@ class Monitor:
     def rates(self, step: int, lr: float | None) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
         steps, self.steps = self.steps, 0
+        if self.sinks and self.logged_step == self.first_step <= step - 2 * steps:
+            say(f"warning: step {step} is update {steps + 1}: count by ones, or times are wrong")
         ms, window = self.clock.take(steps)
         step_ms = max(1e-6, sum(ms[name] for name in STEP_PHASES))
         row = {"perf/step_ms": step_ms}
@@ -232,10 +233,9 @@ class Monitor:
             row |= self.columns()  # may have another count: without padding, of earlier processes
             real = (row["train/tokens"] - self.all_tokens) / padded
             self.all_tokens = row["train/tokens"]
-            if self.flops_per_token:
-                row["perf/tflops"] = rate * self.flops_per_token / 1e12
-            if self.flops_per_token and self.peak_flops:
-                row["perf/mfu"] = rate * self.flops_per_token / self.peak_flops
+            if flops := rate * self.flops_per_token:
+                row["perf/tflops"] = flops / 1e12
+                row |= {"perf/mfu": flops / self.peak_flops} if self.peak_flops else {}
             if real < 1 - 1e-6:  # more than by rounding
                 row["perf/padding_fraction"] = 1 - real
                 row["perf/real_tokens_per_second"] = rate * real

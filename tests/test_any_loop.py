@@ -294,3 +294,19 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     m.step(1, loss=1.0)
     assert m.close()
     assert column(tmp_path / "run", "train/loss") == {1: 1.0}
+
+
+def test_steps_that_are_not_counted_by_ones_are_told_once(tmp_path, capsys):
+    for by, warnings in ((1, 0), (128, 1)):
+        m = Monitor(tmp_path / str(by), 10, tensorboard=False)
+        for update in range(1, 40):
+            m.step(by * update, loss=1.0)
+        m.close()
+        assert capsys.readouterr().out.count("count by ones") == warnings
+
+
+def test_hours_before_a_run_in_a_notebook_are_not_its_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    m = Monitor(tmp_path, 1, tensorboard=False)
+    m.step(1, loss=1.0)
+    assert m.history.last("perf/startup_s") == m.history.last("perf/step_ms") / 1e3

@@ -169,8 +169,7 @@ def other_validation(corpus, tmp_path) -> Path:
     (["--val_data", "other"], "validation data"),
     ([], "validation data"),  # exchanged in place
     (["--eval_steps", 3], "eval_steps"),
-    (["--ema", 0.9], "ema"),
-])
+    (["--ema", 0.9], "ema")])
 def test_losses_of_something_else_are_not_compared(run, tmp_path, monkeypatch, corpus,
                                                    other_validation, flags, changed):
     """Each loss is above the best of before, yet the first of them is the best anew."""

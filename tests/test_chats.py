@@ -75,8 +75,7 @@ SAME = {
     "conversations": dict(conversations=[{"from": "system", "value": SYSTEM}, *SAID]),
     "conversations, role": dict(conversations=SYSTEM_TALK),
     "columns of others": dict(messages=[dict(m, tool_calls=None) for m in SYSTEM_TALK],
-                              tools=None),
-}
+                              tools=None)}
 
 
 @pytest.mark.parametrize("form", SAME)
@@ -130,8 +129,7 @@ def test_tool_calls_come_in_several_forms():
     forms = [
         dict(messages=CHATS["a tool"], tools=tools),
         dict(messages=[dict(m, tool_calls=[as_text], content=None) if "tool_calls" in m else m
-                       for m in CHATS["a tool"]], tools=json.dumps(tools)),
-    ]
+                       for m in CHATS["a tool"]], tools=json.dumps(tools))]
     found = [documents(tokenizer, form) for form in forms]
     assert found[0] == found[1] and len(found[0]) == 2  # a document for each reply
     first = shown(tokenizer, forms[0])[0]
@@ -158,8 +156,7 @@ def test_tool_calls_come_in_several_forms():
     # a system prompt that a template writes only at the end
     ("mistral", CHATS["two turns"], [
         "<s>[INST] Be brief.\n\nHello[/INST][ Hi.</s>]",
-        "<s>[INST] Hello[/INST] Hi.</s>[INST] Be brief.\n\nAnd?[/INST][ Bye\n\nnow.</s>]"]),
-])
+        "<s>[INST] Hello[/INST] Hi.</s>[INST] Be brief.\n\nAnd?[/INST][ Bye\n\nnow.</s>]"])])
 def test_what_counts_where_templates_write_turns_anew(family, messages, expected):
     own = make_tokenizer(THOUGHTLESS, ["<U>", "<A>", "<T>"], None, "</s>")
     tokenizer = own if family == "deepseek" else tokenizer_of(family)
@@ -189,8 +186,7 @@ def test_what_counts_where_templates_write_turns_anew(family, messages, expected
      "assistant.function_call: expected tool_calls in its place"),
     (dict(messages=[*TALK[:1], dict(TALK[1], mask=1)]), "assistant.mask: expected weight"),
     (dict(messages=[dict(TALK[1], weight=0.5)]), "assistant.weight: expected 0 or 1"),
-    (dict(messages=[dict(TALK[0], content="\ud83d")]), "half of a character"),
-])
+    (dict(messages=[dict(TALK[0], content="\ud83d")]), "half of a character")])
 def test_what_cannot_be_written_is_refused(record, words):
     for family in ("llama3", "smollm3"):  # without and with marks in the template
         with pytest.raises(ConfigError) as e:
@@ -202,8 +198,7 @@ def test_what_cannot_be_written_is_refused(record, words):
     ("{% for m in messages %}{{ m.content + ('?' if loop.last else '!') }}{% endfor %}"
      "{{ '<A>' if add_generation_prompt }}", "writes earlier turns different"),
     ("{{ 1 / 0 }}", "refuses it: division by zero"),
-    ("{{ 1 + '1' }}", "refuses it: unsupported operand"),
-])
+    ("{{ 1 + '1' }}", "refuses it: unsupported operand")])
 def test_a_template_that_cannot_be_used_is_refused(template, words):
     with pytest.raises(ConfigError, match=f"a:1: the chat template {words}"):
         documents(make_tokenizer(template, ["<A>"], None, "</s>"), dict(messages=TALK))

@@ -76,8 +76,7 @@ def test_a_run_has_one_end_and_a_new_one_replaces_the_old(tmp_path):
 @pytest.mark.parametrize("flags, learning_rate", [
     ([], 1.5e-2), (["--d_model", "256"], 7.5e-3), (["--d_model", "64"], 1.5e-2),
     (["--model", "7b", "--d_model", "8192"], 6e-5),
-    (["--d_model", "256", "--learning_rate", "0.1"], 0.1),
-])
+    (["--d_model", "256", "--learning_rate", "0.1"], 0.1)])
 def test_the_wider_a_model_the_lower_its_rate(flags, learning_rate):
     cfg = parsed(*flags, "--max_steps", "5000")
     assert cfg.learning_rate == learning_rate and cfg.warmup_steps == 100  # 2 %
@@ -133,8 +132,7 @@ def test_yaml_values_are_read_as_written(tmp_path):
 
 @pytest.mark.parametrize("device, lora, shards, local, bytes_each", [
     ("cpu", 0, 1, 1, 4), ("cpu", 0, 2, 1, 2), ("cpu", 0, 1, 8, 32), ("cpu", 0, 8, 4, 2),
-    ("cpu", 8, 1, 1, 2), ("cuda", 0, 1, 8, 4), ("cuda", 0, 8, 8, 0.5),
-])
+    ("cpu", 8, 1, 1, 2), ("cuda", 0, 1, 8, 4), ("cuda", 0, 8, 8, 0.5)])
 def test_weights_larger_than_the_memory_are_refused(monkeypatch, device, lora, shards, local,
                                                     bytes_each):
     """Frozen ones take bf16; on a CPU all ranks of the host count, on a GPU its own."""
@@ -164,8 +162,7 @@ def test_the_micro_batch_that_fits_is_of_the_largest_share(mode, ranks, expected
 
 @pytest.mark.parametrize("model, gigabytes, sequences", [
     ("gpt2-124m", 0, 16), ("gpt2-124m", 16, 16), ("gpt2-124m", 80, 43),
-    ("gpt2-124m", 141, 64), ("350m", 141, 38), ("1b", 141, 10), ("7b", 192, 8),
-])
+    ("gpt2-124m", 141, 64), ("350m", 141, 38), ("1b", 141, 10), ("7b", 192, 8)])
 def test_a_gpu_with_much_memory_is_given_larger_micro_batches(model, gigabytes, sequences):
     """Without one, or told otherwise, they have 16,384 tokens."""
     cfg = parsed("--model", model, "--vocab_size", "50257")
@@ -247,8 +244,7 @@ def test_depth_sets_shape_and_recipe():
     (["--batch_size", "8", "--micro_batch_size", "4"], 3, 3),  # of at most 3 sequences
     (["--batch_size", "10", "--micro_batch_size", "4"], 2, 3),  # 3 + 2, not 4 + 1
     (["--batch_size", "10", "--micro_batch_size", "5"], 2, 5),
-    (["--batch_size", "8", "--micro_batch_size", "auto"], 3, 3),
-])
+    (["--batch_size", "8", "--micro_batch_size", "auto"], 3, 3)])
 def test_a_run_that_continues_has_a_micro_batch_for_any_number_of_ranks(flags, world_size,
                                                                          expected):
     assert memory.micro_batch_size(parsed(*flags), world_size, uneven=True) == expected

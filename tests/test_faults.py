@@ -168,8 +168,7 @@ def odd(path, **fields):
     (partial(odd, model=None), "missing or wrong: model"),
     (partial(odd, step="12"), "missing or wrong: step"),
     (partial(odd, step=-12), "missing or wrong: step"),
-    (lambda path: writer.write_checkpoint(path, [1, 2]), "not a checkpoint"),
-])
+    (lambda path: writer.write_checkpoint(path, [1, 2]), "not a checkpoint")])
 def test_a_damaged_checkpoint_is_set_aside(run, copy, finished, damage, why):
     damage(copy / "checkpoints/step_00000012.pt")
     output = run("--auto-resume", "--out_dir", "r", "--keep_checkpoints", 1, bare=True)
@@ -627,8 +626,7 @@ def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypat
     (ValueError("bad luck"), 1, "failed: ValueError: bad luck"),
     (KeyboardInterrupt(), 130, "interrupted"),
     (torch.OutOfMemoryError("Tried to allocate 20.00 GiB."), 1,
-     "out of memory: Tried to allocate 20.00 GiB; try --micro_batch_size 4; the"),
-])
+     "out of memory: Tried to allocate 20.00 GiB; try --micro_batch_size 4; the")])
 def test_an_exception_saves_the_last_step(run, tmp_path, monkeypatch, finished, error, code, said):
     with monkeypatch.context() as patch:
         at_step(5, raising(error), patch.setattr)
@@ -673,8 +671,7 @@ def test_rollback_skips_the_bad_samples(run, tmp_path, tool):
     (["--on_nonfinite", "skip"], 240, 40, 320, "10 of 40 steps, since step 21, were not finite"),
     (["--on_nonfinite", "skip", "--log_interval", 0, "--max_steps", 30], 240, 30, 240,
      "warning: the last 10 steps had a loss or gradient that was not"),
-    (["--on_nonfinite", "rollback"], 10**9, 25, None, "failed: 5 steps in a row"),
-])
+    (["--on_nonfinite", "rollback"], 10**9, 25, None, "failed: 5 steps in a row")])
 def test_other_policies(run, tmp_path, flags, stop, last, position, said):
     output = run("--out_dir", "r", *BAD, *flags, hook=lambda rank: poison(160, stop),
                  expect=0 if position else 1)
@@ -810,8 +807,7 @@ def s3(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", [
-    "file", "memory", pytest.param("s3", marks=pytest.mark.slow),
-])
+    "file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_backup_can_be_resumed(run, tmp_path, request, scheme):
     url = {"file": f"file://{tmp_path}/disk2", "memory": f"memory://{tmp_path.name}"}.get(scheme)
     url = url or request.getfixturevalue("s3")

@@ -64,8 +64,7 @@ def sgd(model, cfg, device, parameters=None, shards=None):
     (steeper, ["--optimizer", "adamw", "--grad_clip", 0, "--micro_batch_size", 2]),
     *(pytest.param(higher_loss, flags, marks=pytest.mark.slow) for flags in (
         [], ["--precision", "fp16", "--grad_clip", 0], ["an optimizer without found_inf"],
-        ["--parallel", "zero3"])),
-])
+        ["--parallel", "zero3"]))])
 def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, how, flags):
     """On all ranks, where the loss of one is bad."""
     if "an optimizer without found_inf" in flags:

@@ -127,8 +127,7 @@ NO_STAGES = ["a", "0.8", "0.8 a 0.9", "0 a", "1 a", "1.5 a", "-0.1 a", "0.8 a 0.
     ("0.5 code:1 math", "--stage code:1 math: give every source a weight"),
     ("0.5 code code/", "--stage code code/: names a source twice"),
     ("0.5 code:1 code/:2", "--stage code:1 code/:2: names a source twice"),
-    ("0.5 code:0", "--stage code:0: expected a weight above 0"),
-])
+    ("0.5 code:0", "--stage code:0: expected a weight above 0")])
 def test_what_is_refused(run, sets, words, said):
     told = run("--data", sets["web"], "--stage", *words.split(), expect=2)
     assert said in told and len(told.splitlines()) == 1

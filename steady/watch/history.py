@@ -70,8 +70,7 @@ TYPES = {  # of all values that are not numbers
     **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "see"), str),
     **dict.fromkeys(("positions", "datasets"), list),
     **dict.fromkeys(("about", "seconds", "order", "evaluated", "finding", "profile", "sources"),
-                    dict),
-}
+                    dict)}
 
 
 def checked(row) -> dict | None:

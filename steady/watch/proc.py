@@ -3,6 +3,7 @@
 import math
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -51,8 +52,8 @@ def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
 
 
 def process_age_seconds() -> float:
-    """Seconds since this process was started; 0 if unknown."""
-    if fields := stat_fields("self"):
+    """Seconds since this process was started; 0 if unknown, or for a notebook, which waits."""
+    if not hasattr(sys, "ps1") and (fields := stat_fields("self")):
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
     return 0.0

@@ -125,8 +125,7 @@ RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for
     "device memory": ("memory/allocated_gb", "limit/device_gb"),
     "open files": ("memory/open_files", "limit/open_files"),
     "threads": ("memory/threads", "limit/threads"),
-    "disk space": ("disk/free_gb", ""),
-}
+    "disk space": ("disk/free_gb", "")}
 
 
 def runs_out(history: History) -> list[Finding]:
