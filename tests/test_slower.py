@@ -553,7 +553,8 @@ assert counts[-1]["perf/eager_functions"] == 1, counts[-1]
     ({"logging": 10.0}, {}, "logging", 9.0),
     ({"waiting": 12.0}, {"perf/slowest_rank": 3, "perf/slowest_rank_ratio": 1.5,
                          "perf/slowest_rank_phase": 1}, "slow rank", 12.0),
-])
+    ({"data": 14.0}, {"perf/step_ms_median": 25.0, "perf/step_ms_p95": 60.0}, "data", 14.0),
+    ({"data": 14.0}, {"perf/step_ms_median": 25.0, "perf/step_ms_p95": 26.0}, "rare data", 14.0)])
 def test_causes_that_are_columns(ms, columns, code, gain):
     found = parts_of(rows_of(ms, **columns))
     assert list(found) == [code] and found[code].ms == pytest.approx(gain)

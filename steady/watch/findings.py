@@ -61,6 +61,8 @@ CAUSES = {  # code → "meaning; remedy"
     "allocator": "the CUDA allocator runs out of memory and retries; a smaller --micro_batch_size, "
                  "or PYTORCH_ALLOC_CONF=expandable_segments:True",
     "data": "the loop waits for data; more --num_workers, a faster disk, or less work per sample",
+    "rare data": "a few steps wait long for data; persistent_workers=True, if loaders start there, "
+                 "or a faster disk",
     "line": "{source}; {advice}",
     "rare": "a few heavy steps: the mean is {factor:.2f} times the median; a profiler, or a flush?",
     "padding": "{share:.0%} of the tokens computed are padding; --data_mode packed",
@@ -71,8 +73,7 @@ CAUSES = {  # code → "meaning; remedy"
     "option": "{option}",
     "not clear": "{option}: not clear, {low:+.3g} to {high:+.3g} ms",
     "failed": "{option}: failed: {error}",
-    "unexplained": "unexplained",
-}
+    "unexplained": "unexplained"}
 OF_MACHINE = {"quota", "stolen", "contention", "disk", "memory", "probe", "clocks", "stopped",
               "network"}
 SIDES = {"machine": "the machine, not the program", "program": "the program, not the machine",
@@ -96,8 +97,7 @@ WORDS = {  # code → text; "slower" has a function of its own
                      "never detached, and for reference cycles",
     "open files": f"open files: the limit {RUNS_OUT}; close them, or raise ulimit -n",
     "threads": f"threads: the limit {RUNS_OUT}; look for a pool that is started again and again",
-    "disk space": f"disk space {RUNS_OUT}; lower --keep_checkpoints, or use another --out_dir",
-}
+    "disk space": f"disk space {RUNS_OUT}; lower --keep_checkpoints, or use another --out_dir"}
 
 
 def describe(found: Finding) -> str:

@@ -33,8 +33,7 @@ AVOIDABLE = (  # source text of lines avoidable in any phase → the remedy
     (r"\bsleep\(", "leave it out"),
     (r"\b(print|open)\(|\blog(ger|ging)?\.\w+\(|\.write\(|json\.|pickle\.|add_scalar|torch\.save\(",
      "do it at a log, or in another thread"),
-    (r"deepcopy\(|\bsorted\(", "do it once, or on the device"),
-)
+    (r"deepcopy\(|\bsorted\(", "do it once, or on the device"))
 ADVICE = {"data": "--num_workers 2, or less work per sample", "other": "less of it in each step",
           "logging": "a larger --log_interval", "ranks": "it waits for the slowest rank"}
 COLLECTIVE = re.compile(r"\b(all_gather|all_reduce|barrier|dist\.|accelerator\.gather)\w*\(")
@@ -71,7 +70,9 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
         take_lines(left, phase, mean["profile"][phase], history.sources, phase in host)
     take_rank(left, mean, rows)
     if left.ms["data"] > STARVED * step:
-        left.take("data", left.ms["data"], ["data"])
+        p95 = np.median([row.get("perf/step_ms_p95", math.inf) for row in rows])
+        rare = p95 - mean["perf/step_ms_median"] < 0.5 * left.ms["data"]
+        left.take("rare data" if rare else "data", left.ms["data"], ["data"])
     for code, column in WAITS.items():
         waited = float(np.quantile([row.get(column, 0.0) for row in rows], ALWAYS))
         if waited > 2 * WORTH_NAMING * step:
