@@ -69,8 +69,8 @@ def test_a_look_skips_torch_and_the_standard_library(sampler):
     (f"{profile.TORCH}/nn/functional.py", "tests/test_sampler.py:", ""),
     (f"{profile.COMPILED[1]}_me/ab/cd.py", "tests/test_sampler.py:", ""),
     ("<eval_with_key>.3", "tests/test_sampler.py:", ""),
-    (f"{profile.ROOT}/monitor.py", "tests/test_sampler.py:", ""),
-])
+    ("<ipython-input-3-5f0a>", "<ipython-input-3-5f0a>:1 f", ""),  # a cell, typed in a terminal
+    (f"{profile.ROOT}/monitor.py", "tests/test_sampler.py:", "")])
 def test_which_files_and_libraries_are_named(sampler, file, shown, library):
     space = {"sys": sys}
     exec(compile("def f(): return sys._getframe()", file, "exec"), space)

@@ -156,7 +156,7 @@ def innermost(frame):
 def worth_naming(file: str) -> bool:
     """Whether it belongs neither to torch nor to the standard library."""
     library = file.startswith(LIBRARY) and "-packages" not in file
-    return not (library or file.startswith((NUMPY, *NAMELESS)))
+    return file.startswith("<ipython") or not (library or file.startswith((NUMPY, *NAMELESS)))
 
 
 def library_name(file: str) -> str:
