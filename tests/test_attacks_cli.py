@@ -114,8 +114,7 @@ def refused(run, tmp_path):
     ("--resume file", "not a checkpoint"),
     ("--check_checkpoints nowhere", "no such directory"),
     ("--check_checkpoints folder", "has no checkpoints"),
-    ("--config folder", "--config folder: is a folder"),
-])
+    ("--config folder", "--config folder: is a folder")])
 def test_a_bad_value_is_refused_in_one_line(refused, tmp_path, flags, said):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
@@ -153,8 +152,7 @@ def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatc
     (b"- 1\n- 2", "`name: value`"),
     (b"data: {a: b}\n", "data must be a value or a list"),
     (b"data: &a [*a]\n", "not YAML"),
-    (b"seed: !!binary x\n", "--seed: invalid int value: 'x'"),
-])
+    (b"seed: !!binary x\n", "--seed: invalid int value: 'x'")])
 def test_a_bad_file_of_options_is_refused(refused, text, said):
     printed = refused(config=text)
     assert said in printed and "c.yaml" in printed
@@ -268,8 +266,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch, tool, kind
 @pytest.mark.parametrize("error, call", [
     ("OverflowError", lambda: math.exp(1000)),
     ("FileNotFoundError", lambda: open("vocabulary.json")),
-    ("MemoryError", lambda: bytearray(1 << 60)),
-])
+    ("MemoryError", lambda: bytearray(1 << 60))])
 def test_an_error_of_own_code_in_set_up_keeps_its_traceback(run, monkeypatch, error, call):
     monkeypatch.setattr(train, "make_optimizers", lambda *_: call())
     told = run("--out_dir", "r", expect=1)
@@ -284,8 +281,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
     (dist.DistBackendError("Broken pipe"), 2, True),
     (dist.DistBackendError("Broken pipe"), 1, False),
     (RuntimeError("Connection reset by peer"), 2, False),  # its own, of another library
-    (ValueError(GLOO), 2, False),
-])
+    (ValueError(GLOO), 2, False)])
 def test_an_error_says_whether_another_rank_is_gone(monkeypatch, capsys, error, ranks, lost):
     """Which has the traceback that matters; any other error keeps its own."""
     def main(argv):
@@ -376,8 +372,7 @@ def test_a_screen_without_some_characters(monkeypatch):
     ("RANK=3", "RANK=3 in the environment: expected less than WORLD_SIZE, 1"),
     ("TORCHELASTIC_RESTART_COUNT=x", "TORCHELASTIC_RESTART_COUNT=x in the environment: expected"),
     ("WORLD_SIZE=2", "WORLD_SIZE=2 in the environment, and no MASTER_ADDR"),
-    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=x", "MASTER_PORT=x in the environment"),
-])
+    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=x", "MASTER_PORT=x in the environment")])
 def test_odd_variables_of_a_cloud(refused, monkeypatch, variables, said):
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))

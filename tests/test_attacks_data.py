@@ -151,8 +151,7 @@ def test_json_is_an_array_or_lines_or_objects(tmp_path, made, mark):
     ("a.txt", b"a\nna\xefve", "a.txt: not UTF-8 at byte 4", ["a\n"]),
     ("a.txt", b"a\0b\0c\0", "a.txt: UTF-16, or no text; expected UTF-8", []),
     ("a.txt.gz", gzip.compress("text".encode("utf-16"), mtime=0), "UTF-16", []),
-    ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl: UTF-16", []),
-])
+    ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl: UTF-16", [])])
 def test_what_cannot_be_read_is_named_or_left_out(tmp_path, made, monkeypatch, name, content, words,
                                                   left):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 8)
@@ -204,8 +203,7 @@ FOREIGN = {
     "y.parquet": lambda path: path.write_bytes(b"PAR1" + b"\0" * 99),
     "z.jsonl.gz": lambda path: path.write_bytes(b"no gzip"),
     "z.json": lambda path: path.write_text("[1, 2"),
-    "z.txt": lambda path: path.write_text("naïve", "utf-16"),
-}
+    "z.txt": lambda path: path.write_text("naïve", "utf-16")}
 
 
 @pytest.mark.parametrize("name, train", [*((name, False) for name in FOREIGN), ("z.json", True)])

@@ -83,8 +83,7 @@ def test_weights_filled_past_autograd_are_the_same_on_any_number_of_ranks(run, t
     pytest.param(4, ["--parallel", "zero3", "--optimizer", "muon", "--shard_size", "2"],
                  marks=pytest.mark.slow),
     pytest.param(4, ["--parallel", "zero2", "--shard_size", "2", "--micro_batch_size", "1",
-                     "--tie_embeddings"], marks=pytest.mark.slow),
-])
+                     "--tie_embeddings"], marks=pytest.mark.slow)])
 def test_any_number_of_ranks_trains_as_one_process(run, tmp_path, ranks, flags):
     flags = [*FLAGS, "--batch_size", 12, *flags]
     run(*flags, "--out_dir", "one")
@@ -123,8 +122,7 @@ UNEVEN = [
     (3, 8, ["--parallel", "zero3", "--micro_batch_size", 2]),
     (4, 6, ["--parallel", "zero2", "--shard_size", 2, "--micro_batch_size", 1]),
     (3, 8, ["--micro_batch_size", 1, "--data_mode", "packed"]),
-    (3, 7, ["--micro_batch_size", "auto", "--activation_checkpointing", "full"]),
-]
+    (3, 7, ["--micro_batch_size", "auto", "--activation_checkpointing", "full"])]
 
 
 @pytest.mark.parametrize("ranks, batch, flags", [

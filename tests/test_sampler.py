@@ -234,6 +234,15 @@ def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     assert not mean_row(rows(tmp_path / "off"))["profile"]
 
 
+def test_a_fork_waits_for_a_look():
+    """Or in the child the lock would stay taken, the interval short, and collections off."""
+    profile.LOOK.acquire()
+    threading.Timer(0.1, profile.LOOK.release).start()
+    if not (child := os.fork()):
+        os._exit(profile.LOOK.locked())
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def keep_the_lock():
     sum(range(400_000))  # in C: about 10 ms
 

@@ -179,8 +179,7 @@ LINE = {  # the log line, after the step
     "memory/peak_gb": "mem {:.1f} GB",
     "memory/host_rss_gb": "rss {:.2f} GB",
     "health/update_ratio": "update {:.1e}",
-    "health/output_entropy": "entropy {:.2f}",
-}
+    "health/output_entropy": "entropy {:.2f}"}
 
 
 def log_line(step: int, last: int | None, row: dict[str, float]) -> str:

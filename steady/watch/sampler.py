@@ -32,7 +32,8 @@ SECONDS = 0.1  # between two looks, in the mean
 HURRY = 3  # times as often at first, and while a finding waits for its line
 SWITCH_SECONDS = 5e-4  # how late a look may come while Python computes; its own 5 ms hide lines
 MOMENT = 1e-2  # seconds, at most; half of it makes up for the lines that hide behind the interval
-LOOK = threading.Lock()  # or one sampler would restore the interval of another
+LOOK = threading.Lock()  # or one sampler would restore the interval of another, a fork keep it
+os.register_at_fork(before=LOOK.acquire, after_in_parent=LOOK.release, after_in_child=LOOK.release)
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
 HERE = str(Path(__file__).parent)
