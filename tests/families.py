@@ -105,8 +105,7 @@ FAMILIES = {
     "gemma3": (GEMMA3, ["<start_of_turn>", "<end_of_turn>"], "<bos>", "<eos>", Gemma3TextConfig),
     "phi3": (PHI3, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], None, "<|endoftext|>",
              Phi3Config),
-    "smollm3": (SMOLLM3, CHATML, None, "<|im_end|>", SmolLM3Config),
-}
+    "smollm3": (SMOLLM3, CHATML, None, "<|im_end|>", SmolLM3Config)}
 
 TEXT = "The cat sat on a mat; naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n" * 20
 

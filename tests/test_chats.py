@@ -176,6 +176,7 @@ def test_what_counts_where_templates_write_turns_anew(family, messages, expected
     (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
     (dict(instruction="a", input=float("nan"), output="b"), "input: expected text, found float"),
     (dict(prompt=TALK[:1], completion="Hi."), "completion: expected a list, found text"),
+    (dict(prompt="a", completion="b", label=False), "label false: a rejected completion"),
     (TALK, "record: expected an object, found a list"),
     (dict(messages=SYSTEM_TALK, system="x"), "system: expected one system prompt"),
     (dict(messages=[dict(role="user", content=[dict(type="thought", text="a")])]),

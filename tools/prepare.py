@@ -150,6 +150,8 @@ class Encoder:
             raise ValueError("more fields than the header has")
         names = (name if record[name] is not None else f"{name}: null" for name in record)
         keys, used = find_keys(tuple(names), self.options.text_field)
+        if keys[0] == "prompt" and record.get("label") is False:
+            raise ValueError("label false: a rejected completion, which would be learned")
         is_chat, counts = False, Counter()
         if keys in [("text",), (self.options.text_field,)]:
             documents = [[(expect(str, record[keys[0]], keys[0]), True)]]
@@ -324,8 +326,7 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
         "tokens": f"{train.tokens:,} + {val.tokens:,} as {train.dtype}, vocabulary "
         f"{encoder.vocab_size:,} ({name})",
         "bytes per token": f"{(train.bytes + val.bytes) / tokens:.3f}",
-        UNKNOWN: f"{unknown:,} ({unknown / tokens:.1%})" * bool(unknown),
-    }
+        UNKNOWN: f"{unknown:,} ({unknown / tokens:.1%})" * bool(unknown)}
     for kind in dict.fromkeys(kind for kind, _ in +counts):
         found = [f"{name} ({n:,})" for (k, name), n in (+counts).most_common() if k == kind]
         lines[kind] = ", ".join(found[:LISTED]) + " …" * (len(found) > LISTED)

@@ -32,8 +32,7 @@ RECORDS = {  # keys that hold a document: optional keys read with them
     ("prompt", "completion"): ("tools", "system"),
     ("messages",): ("tools", "system"),
     ("conversations",): ("tools", "system"),
-    ("instruction", "output"): ("input", "system"),
-}
+    ("instruction", "output"): ("input", "system")}
 CARDS = ("readme.md", "dataset_infos.json", "dataset_info.json")  # beside the records of the hub
 TRAINING = {"train", "training"}  # words in the names of splits
 OTHERS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
