@@ -108,9 +108,8 @@ def between_steps(run: "Run"):
 
 def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
-    warmup = cfg.warmup_steps
-    warmup = warmup if warmup <= cfg.max_steps else cfg.max_steps // 2  # shortened by --max_minutes
-    if step < warmup:
+    warmup = cfg.warmup_steps if cfg.warmup_steps <= cfg.max_steps else cfg.max_steps // 2
+    if step < warmup:  # it is shortened where --max_minutes leaves fewer steps
         return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
     if cfg.lr_schedule == "cosine":
@@ -168,7 +167,8 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     run.guard.clean = False
     found_inf = run.guard.skips(found_inf, loss, grad_norm)
     for optimizer in run.optimizers:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        own = not type(optimizer).step.__module__.startswith("torch.")  # of a subclass, as well
+        if getattr(type(optimizer) if own else optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             optimizer.step()
         elif not found_inf:
