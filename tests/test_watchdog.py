@@ -294,9 +294,12 @@ def test_a_bit_that_flips_changes_the_checksum():
     # copies of a model on two ranks each: ranks 0 and 2, 1 and 3 hold the same
     (2, [1, 3], None, None),
     (2, [3], "weights of rank 3 differ", 20),
+    (4, [3], "weights of rank 3 differ.* with a buffer that each rank sets by itself", None),
 ])
 def test_which_rank_differs_in_what(size, bad, words, agreed):
-    replicas = Replicas({"embedding.weight": None, "blocks.0.up.weight": None}, size, 10, 20)
+    names, whole = ["embedding.weight", "blocks.0.up.weight"], ["blocks.0.up.weight"] * (size == 4)
+    shards = SimpleNamespace(tensors=dict.fromkeys(names), size=size, whole=whole)
+    replicas = Replicas(shards, 10, 20)
     table = np.array([[1, 5 if rank in bad else 4] for rank in range(4)])
     if words is None:
         return replicas.compare(table, 30)

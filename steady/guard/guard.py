@@ -31,8 +31,7 @@ class Guard:
         self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
-        self.replicas = Replicas(ranks.shards.tensors, ranks.shards.size,
-                                 cfg.check_replicas_interval)
+        self.replicas = Replicas(ranks.shards, cfg.check_replicas_interval)
 
     def skips(self, found_inf: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Above 0 if the update is to be skipped, without syncing with the device.

@@ -41,7 +41,7 @@ class Shards:
         # ranks with the same weights that are quick to reach: of ddp on a single host
         self.helpers = world_size if way == "ddp" and rank_and_world()[3] == world_size else 1
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
-        self.parameters, self.tensors = {}, {}  # see `hold`
+        self.parameters, self.tensors, self.whole = {}, {}, set()  # see `hold`
         if way == "ddp" or world_size == 1 or shard_size == 1:
             return
         size, mesh, groups = shard_size or world_size, torch.arange(world_size), [dist.group.WORLD]
@@ -90,13 +90,14 @@ class Shards:
     def hold(self, model: nn.Module):
         """Name this rank's part of a finished model, in the memory of the model itself.
 
-        parameters: its part of each trained one, for the optimizers; `whole_rows` is the
-        number of rows of the whole. tensors: those and all else of model.state_dict().
+        parameters: its part of each trained one, for the optimizers; `whole_rows` is the number of
+        rows of the whole. tensors: all of model.state_dict(). whole: names of those not sharded.
         """
         for unit in units(model):  # the first gathering moves the rows to their final place
             unit.unshard()
             unit.reshard()
         self.tensors = self.tensors_of(model)
+        self.whole = {name for name, x in model.state_dict().items() if local_part(x) is x}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, whole in self.parameters.items() if self.size > 1 else ():
             part = self.parameters[name] = nn.Parameter(whole.to_local())
@@ -207,13 +208,10 @@ def watch_for_waiting(model: nn.Module, clock):
 
     clock: () → the monitor's. A sharded model waits at each block, within forward and backward.
     """
-    def ready(parameter: nn.Parameter):
-        clock().phase("waiting")
-
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # the gradient of the first parameter is the last to be ready
         first = next(p for p in model.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(ready)
+        first.register_post_accumulate_grad_hook(lambda p: clock().phase("waiting") and None)
 
 
 def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):

@@ -26,39 +26,41 @@ class ReplicasDiffer(Failed):
 
 
 class Replicas:
-    """Checksums of this rank's weights, compared with other ranks' every `every` steps and at the
-    last one.
+    """Checksums of this rank's weights and buffers, compared every `every` steps and at the last.
 
-    parameters: name → this rank's part, of frozen weights, too; ranks r, r + size, r + 2 size, …
-    hold the same parts. agreed: the newest step known to have had equal weights.
+    shards: parallel.Shards; of its `size`, ranks r, r + size, r + 2 size, … hold the same rows.
+    agreed: the newest step known to have had equal weights.
     """
 
-    def __init__(self, parameters: dict[str, Tensor], size: int, every: int, agreed: int = 0):
-        self.parameters, self.size, self.every, self.agreed = parameters, size, every, agreed
+    def __init__(self, shards, every: int, agreed: int = 0):
+        self.shards, self.every, self.agreed = shards, every, agreed
 
     def check(self, step: int, last: int):
         """Compare, if it is due; all ranks call it in every step. Raises ReplicasDiffer."""
         if due(step, self.every, last) and dist.is_initialized():
-            sums = checksums(list(self.parameters.values()))
+            sums = checksums(list(self.shards.tensors.values()))
             table = sums.new_empty(dist.get_world_size(), len(sums))
             dist.all_gather(list(table), sums)
             self.compare(np.array(table.tolist()), step)
 
     def compare(self, table: np.ndarray, step: int):
         """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, n]."""
+        names, size = list(self.shards.tensors), self.shards.size
         differs, in_doubt = np.zeros(table.shape, bool), False
-        for first in range(self.size):  # the writer of the checkpoints of these ranks
-            rows = table[first :: self.size]
+        for first in range(size):  # the writer of the checkpoints of these ranks
+            rows = table[first::size]
             usual, count = Counter(map(tuple, rows)).most_common(1)[0]
-            differs[first :: self.size] = rows != np.array(usual)
+            differs[first::size] = rows != np.array(usual)
             in_doubt |= differs[first].any() or 2 * count <= len(rows)
+        whole = [size > 1 and name in self.shards.whole for name in names]  # buffers, of rank 0
+        differs |= whole & (table != table[0])
         odd = np.flatnonzero(differs.any(1)).tolist()
         if odd:
-            layer = list(self.parameters)[differs.any(0).argmax()]
-            raise ReplicasDiffer(f"step {step}: the weights of {rank_list(odd)} differ from those "
-                                 f"of other ranks, first in {layer}: after a backward pass beside "
-                                 "run.ddp, or on a faulty device; they last agreed at step "
-                                 f"{self.agreed}", self.agreed if in_doubt else None)
+            text = (f"step {step}: the weights of {rank_list(odd)} differ from those of other "
+                    f"ranks, first in {names[differs.any(0).argmax()]}: after a backward pass "
+                    "beside run.ddp, with a buffer that each rank sets by itself, or on a faulty "
+                    f"device; they last agreed at step {self.agreed}")
+            raise ReplicasDiffer(text, self.agreed if in_doubt else None)
         self.agreed = step
 
 
