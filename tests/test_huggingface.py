@@ -272,17 +272,17 @@ def test_an_exported_chat_model_ends_its_turns(run, tmp_path):
     (float("nan"), "fp32", "non-finite weights in norm.weight"),
     (1e5, "fp16", "non-finite weights in norm.weight, as torch.float16"), (1e5, "bf16", None),
 ])
-def test_weights_that_must_not_be_exported(trained, tmp_path, tool, monkeypatch, value, dtype,
-                                           words):
+def test_what_must_not_be_exported(trained, tmp_path, tool, monkeypatch, value, dtype, words):
     path = trained / "checkpoints/step_00000060.pt"
     state = torch.load(path, weights_only=True)
     state["model"]["norm.weight"][0] = value
-    state["model"]["extra"] = torch.zeros(1)  # of a changed model
+    wide = state["model"][(qkv := "blocks.0.attention.qkv.weight")].repeat(2, 1)  # as with gates
+    state["model"] |= {"extra": torch.zeros(1), qkv: wide}  # of a changed model
     monkeypatch.setattr(checkpoint, "find_corruption", lambda p: None)
     torch.save(state, path)
     told = tool(generation.main, "export", path, "out", "--dtype", dtype,
                 expect=2 if words else 0).err
-    assert (words or "a changed model: extra differ") in told and told.count("\n") == 1
+    assert (words or f"a changed model: {qkv}, extra differ") in told and told.count("\n") == 1
     assert (tmp_path / "out").exists() == (not words)
     if not words:
         del state["model"]["blocks.0.mlp.down.weight"]  # as experts take its place

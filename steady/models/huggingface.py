@@ -245,11 +245,11 @@ def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
 def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):
     """Write our Transformer's state dict under the names of Hugging Face."""
     from huggingface_hub import save_torch_state_dict
-
-    known = {ours for ours, _ in hf_key_map(cfg).values()}
-    if missing := sorted(known - state.keys()):
+    ends = {ours: rows.stop for ours, rows in hf_key_map(cfg).values()}  # None: all of its rows
+    if missing := sorted(ends.keys() - state.keys()):
         raise ConfigError(f"a changed model, without {shorten(missing)}: not one of transformers")
-    if odd := sorted(state.keys() - known - {"head.weight"}):  # the head also where tied
+    if odd := [name for name, x in sorted(state.items()) if name != "head.weight"  # also where tied
+               and ends.get(name, 0) not in (None, cfg.vocab_size, *x.shape[:1])]:
         print(f"warning: a changed model: {shorten(odd)} differ from the parameters of Hugging "
               "Face's architecture: other programs will misread it", file=sys.stderr, flush=True)
     tensors = {theirs: state[ours][rows].to(dtype, copy=True)
