@@ -109,7 +109,7 @@ def between_steps(run: "Run"):
 def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
     warmup = cfg.warmup_steps if cfg.warmup_steps <= cfg.max_steps else cfg.max_steps // 2
-    if step < warmup:  # it is shortened where --max_minutes leaves fewer steps
+    if step < warmup:  # shorter if --max_minutes leaves fewer steps
         return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
     if cfg.lr_schedule == "cosine":

@@ -216,12 +216,12 @@ def test_recipes_apply_and_train(tmp_path, corpus, unchanged, what):
     apply(RECIPES[what], clone)
     after = train_in(clone, corpus)
     assert after[12] < after[1]
-    if what in ("evaluation", "metric"):
-        assert after == unchanged  # it watches and changes nothing
-        name, n = {"evaluation": ("val/accuracy", 1), "metric": ("health/head_norm", 12)}[what]
-        assert len(column(clone / "r", name)) == n
-    else:
-        assert after != unchanged
+    rows = {"evaluation": ("val/accuracy", 1), "metric": ("health/head_norm", 12)}
+    name, n = rows.get(what, ("", 0))
+    assert (after == unchanged) == (n > 0)  # they watch and change nothing
+    assert len(column(clone / "r", name)) == n
+    if what == "Generated data":
+        assert ": additions, number " in shell("python data.py show r 3", clone)
     if what in ("loss", "Generated data", "A length that changes"):
         resumed = train_in(clone, corpus, "s", "--resume", "r/checkpoints/step_00000006.pt")
         assert resumed == {step: loss for step, loss in after.items() if step > 6}

@@ -67,6 +67,6 @@ def samples_of_step(run_dir: str, step: int):
             found = [not data.has_prompts, *(targets[k] != IGNORE for k in at)]
             counted += found[: len(at) + found[-1]]
             ids += [*(tokens[k] for k in at), targets[at[-1]]][: len(at) + found[-1]]
-        file, token = dataset.find(sample[i])
-        yield (f"sample {first + i}: {dataset.name}, {file} from token {token:,}", ids, counted,
-               data.decode)
+        place = f"number {sample[i]:,}" if not hasattr(dataset, "find") else (  # generated
+            "{} from token {:,}".format(*dataset.find(sample[i])))
+        yield f"sample {first + i}: {dataset.name}, {place}", ids, counted, data.decode

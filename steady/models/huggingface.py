@@ -248,7 +248,7 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):
     ends = {ours: rows.stop for ours, rows in hf_key_map(cfg).values()}  # None: all of its rows
     if missing := sorted(ends.keys() - state.keys()):
         raise ConfigError(f"a changed model, without {shorten(missing)}: not one of transformers")
-    if odd := [name for name, x in sorted(state.items()) if name != "head.weight"  # also where tied
+    if odd := [name for name, x in sorted(state.items()) if name != "head.weight"  # also if tied
                and ends.get(name, 0) not in (None, cfg.vocab_size, *x.shape[:1])]:
         print(f"warning: a changed model: {shorten(odd)} differ from the parameters of Hugging "
               "Face's architecture: other programs will misread it", file=sys.stderr, flush=True)
