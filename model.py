@@ -112,9 +112,9 @@ class Block(nn.Module):
         self.recomputed = cfg.activation_checkpointing != "none"
 
     def forward(self, x: Tensor, where: Where, cache=None) -> Tensor:
-        if self.training and self.recomputed:
-            return checkpoint(self.compute, x, where, use_reentrant=False)
         with layers.compute_again(self.mlp.gate_up.weight):
+            if self.training and self.recomputed:
+                return checkpoint(self.compute, x, where, use_reentrant=False)
             return self.compute(x, where, cache)
 
     def compute(self, x: Tensor, where: Where, cache=None) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from conftest import tiny_config
 from test_config import parsed
 
-import train
 from model import Transformer
 from tools import estimate
+from train import make_optimizers
 
 CPU = torch.device("cpu")
 SHAPE = ["--n_layer", "2", "--n_head", "12", "--n_kv_head", "4", "--d_model", "768", "--d_ff",
@@ -24,7 +24,7 @@ def peak_of_real_tensors(cfg, accumulation) -> int:
     tokens = torch.zeros(cfg.batch_size // accumulation, cfg.seq_len, dtype=torch.long)
     with torch.profiler.profile(profile_memory=True) as profile:
         model = Transformer(cfg)
-        optimizers = train.make_optimizers(model, cfg, CPU)
+        optimizers = make_optimizers(model, cfg, CPU)
         for _ in range(2):
             for _ in range(accumulation):
                 model(tokens, tokens).sum().backward()
@@ -43,8 +43,7 @@ def peak_of_real_tensors(cfg, accumulation) -> int:
 def test_memory_is_that_of_the_tensors_of_real_steps(optimizer, accumulation, checkpointing):
     cfg = parsed("--n_layer", 3, "--vocab_size", 1000, "--seq_len", 128, "--batch_size", 8,
                  "--optimizer", optimizer, "--activation_checkpointing", checkpointing)
-    need = estimate.simulate(cfg, torch.float32, 8 // accumulation, accumulation,
-                             train.make_optimizers)
+    need = estimate.simulate(cfg, torch.float32, 8 // accumulation, accumulation, make_optimizers)
     assert sum(need.values()) == pytest.approx(peak_of_real_tensors(cfg, accumulation), rel=0.001)
 
 
@@ -54,10 +53,10 @@ def test_parts_are_exact_and_sharded_by_two_ranks(accumulation):
     """As in the ZeRO paper (arXiv:1910.02054)."""
     cfg = parsed(*SHAPE, "--batch_size", 16 * accumulation, "--micro_batch_size", 8,
                  "--peak_tflops", 100)
-    found = estimate.estimate(cfg, 2, torch.float32, train.make_optimizers)
+    found = estimate.estimate(cfg, 2, torch.float32, make_optimizers)
     n = sum(p.numel() for p in Transformer(cfg).parameters())
     ddp, zero2, zero3 = (estimate.simulate(
-        replace(cfg, parallel=way), torch.float32, 8, accumulation, train.make_optimizers, 2)
+        replace(cfg, parallel=way), torch.float32, 8, accumulation, make_optimizers, 2)
         for way in ("ddp", "zero2", "zero3"))
     assert found["parameters"] == n and found["memory"] == ddp
     buckets = 1 + (accumulation > 1)  # gradients are summed up beside ddp's
@@ -83,15 +82,17 @@ def test_the_command_allocates_nothing(run, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_packed_rows_without_a_mask_take_what_a_stream_takes():
+def test_packed_rows_need_no_mask_and_recomputed_blocks_no_casts_of_weights():
     packed, found = ["--data_mode", "packed"], []
     for flags in ([], packed, [*packed, "--attention", "efficient"]):
-        cfg = parsed("--n_layer", 2, "--vocab_size", 257, "--seq_len", 512, "--batch_size", 2,
-                     *flags)
-        need = estimate.simulate(cfg, torch.bfloat16, 2, 1, train.make_optimizers)
+        cfg = parsed("--vocab_size", 257, "--seq_len", 512, "--batch_size", 2, *flags)
+        need = estimate.simulate(cfg, torch.bfloat16, 2, 1, make_optimizers)
         found.append(need["activations"])
     stream, varlen, masked = found
     assert varlen == pytest.approx(stream, rel=0.03) and masked > varlen + 2 * 512**2
+    cfg = parsed(*SHAPE, "--n_layer", 6, "--batch_size", 2, "--activation_checkpointing", "full")
+    need = estimate.simulate(cfg, torch.bfloat16, 1, 2, make_optimizers)
+    assert need["activations"] < need["weights"] / 4
 
 
 @pytest.mark.slow
@@ -100,12 +101,12 @@ def test_what_fits(monkeypatch):
     cfg = parsed(*SHAPE, "--batch_size", 8, "--micro_batch_size", 2, "--shard_size", 1,
                  "--parallel", "zero2")
     plain, again = (estimate.estimate(replace(cfg, activation_checkpointing=how), 2, torch.float32,
-                                      train.make_optimizers) for how in ("none", "full"))
+                                      make_optimizers) for how in ("none", "full"))
     assert again["step_seconds"] == pytest.approx(4 / 3 * plain["step_seconds"])
     assert again["memory"]["activations"] < 0.7 * plain["memory"]["activations"]
     need = estimate.simulate(replace(cfg, activation_checkpointing="full"), torch.float32,
-                             again["fits"], 2, train.make_optimizers, 2)
+                             again["fits"], 2, make_optimizers, 2)
     assert sum(need.values()) / 1e9 == pytest.approx(0.9 * 8, rel=0.02)
     monkeypatch.setattr(estimate, "DEVICE_GB", 1e-6)
     tiny = replace(tiny_config(), estimate=2)
-    assert "fits    no micro-batch on" in estimate.estimate_run(tiny, train.make_optimizers)
+    assert "fits    no micro-batch on" in estimate.estimate_run(tiny, make_optimizers)

@@ -138,8 +138,7 @@ def test_optimizer_flags_and_precision_can_change_on_resume_and_no_shape(run, tm
 
 
 class OwnState(torch.optim.SGD):
-    """State in another dtype, under a name of its own, and a number in a group from a step on.
-    Its gradients are clipped to 1, although the `step` of its base would divide them itself."""
+    """State in another dtype, under a name of its own, a number in a group; clipped gradients."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.0, fused=True)
