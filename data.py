@@ -213,11 +213,10 @@ class Mixture(Samples):
             for parts in zip(*read, strict=True))
         for ids, shift in ((tokens, 0), (targets, 1)):  # a target is the next token
             if ids is not None and ids.max() >= self.vocab_size:
-                row, column = np.argwhere(ids >= self.vocab_size)[0]
-                path, index = self.datasets[source[row]].find(sample[row], column)
-                raise ConfigError(f"{path}: token id {ids[row, column]} at token "
-                                  f"{index + shift:,}; expected ids below --vocab_size "
-                                  f"{self.vocab_size}")
+                row, place = np.argwhere(ids >= self.vocab_size)[0]
+                path, index = self.datasets[source[row]].find(sample[row], place)
+                raise ConfigError(f"{path}: token id {ids[row, place]} at token {index + shift:,}; "
+                                  f"expected ids below --vocab_size {self.vocab_size}")
         arrays = tokens, targets, documents, source if len(self.datasets) > 1 else None
         return Batch(*(None if a is None else torch.from_numpy(a) for a in arrays))
 
@@ -265,10 +264,13 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
         if val_data.vocab_size > cfg.vocab_size:  # as where a fork adds an id to that of before
             raise ConfigError(f"{val_option}: ids below {val_data.vocab_size}, those of --data "
                               f"are below {cfg.vocab_size}")
-        if (n := eval_samples(cfg, val_data)) == val_data.n_samples:
-            order = val_data.order  # all: each sequence once, whatever the weights
-            val_data.order = Order(order.sizes, order.sizes, order.seed)
-        val_data.group_by_length(1, n)  # one window over everything that is evaluated
+        n, order = eval_samples(cfg, val_data), val_data.order
+        stages = [(begin, [each.weights[0] for each in val_data.datasets]) for begin in (0, n)]
+        if n == val_data.n_samples:  # all: one set after another, whatever the weights
+            only = np.identity(len(order.sizes), int).tolist()
+            stages = [(sum(order.sizes[:k]), weights) for k, weights in enumerate(only)]
+        val_data.order = Order(order.sizes, stages[0][1], order.seed, stages[1:])
+        val_data.group_by_length(1, n)  # one window, which ends at n: no draw by length
         counted = val_data.mode == "stream" or val_data.per_sample("targets", *val_data.order(0, n))
         if not np.any(counted) and (cfg.eval_interval or cfg.eval_only):
             raise ConfigError(f"{val_option}: none of the {n} sequences of an evaluation has a "
@@ -287,9 +289,11 @@ def what_is_evaluated(cfg: Config, data: Mixture | None) -> dict:
     """What a validation loss is of: two are compared only where all of this is the same."""
     if data is None or cfg.eval_only:
         return {}
-    files = repr((data.fingerprint, [str(each.weights[0]) for each in data.datasets]))
+    n = eval_samples(cfg, data)  # all: whatever the weights
+    weights = [each.weights[0] if n < data.n_samples else each.n_samples for each in data.datasets]
+    files = repr((data.fingerprint, [*map(str, weights)]))
     return {"validation data": hashlib.blake2b(files.encode(), digest_size=8).hexdigest(),
-            "eval_steps": eval_samples(cfg, data), "seq_len": cfg.seq_len, "ema": cfg.ema > 0}
+            "eval_steps": n, "seq_len": cfg.seq_len, "ema": cfg.ema > 0}
 
 
 # --- the loader ------------------------------------------------------------------------------
@@ -311,16 +315,12 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
                 yield start, start + micro_batch, end
 
     batches = DataLoader(
-        data,
-        batch_sampler=positions(),
+        data, batch_sampler=positions(), num_workers=workers, worker_init_fn=leave_to_parent,
         collate_fn=default_convert,  # nothing to collate: Mixture returns whole micro-batches
-        num_workers=workers,
         pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
-        worker_init_fn=leave_to_parent,
         multiprocessing_context=FORK if workers else None,
-        generator=torch.Generator(),  # the default would draw from the one that dropout uses
-    )
+        generator=torch.Generator())  # the default would draw from the one that dropout uses
     ahead = []
     for (start, _, end), batch in zip(positions(), batches, strict=True):
         if isinstance(batch, Exception):

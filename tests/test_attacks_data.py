@@ -358,8 +358,7 @@ def test_no_process_outlives_an_error(tmp_path, made, monkeypatch):
 
 @pytest.mark.parametrize("content", [
     b"[1]", b"{", b"\xff\xfe{", b'{"dtype": ["u"]}', b'{"tokens": "5"}', b'{"vocab_size": 2.5}',
-    b'{"bytes": [1]}', b'{"end_of_text": 70000}', b'{"end_of_text": -1}', b'{"tokenizer": ["a"]}',
-])
+    b'{"bytes": [1]}', b'{"end_of_text": 70000}', b'{"end_of_text": -1}', b'{"tokenizer": ["a"]}'])
 def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "train.bin"
     write_tokens(path, [b"abcdefgh" * 2000])

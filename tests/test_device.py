@@ -18,8 +18,7 @@ from steady.watch import machine
 
 @pytest.mark.parametrize("there, name, expected", [
     (None, "auto", "cpu"), ("mps", "auto", "mps"), ("mps", "cpu", "cpu"), ("xpu", "auto", "cpu"),
-    (None, "cuda", None), (None, "mps", None), ("mps", "cuda", None),
-])
+    (None, "cuda", None), (None, "mps", None), ("mps", "cuda", None)])
 def test_the_device_that_torch_finds(monkeypatch, there, name, expected):
     found = there and torch.device(there)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)

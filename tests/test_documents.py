@@ -376,6 +376,18 @@ def test_the_loss_of_each_dataset_is_logged(run, tmp_path):
     assert val[0] == pytest.approx(0.75 * val[1] + 0.25 * val[2], rel=0.1) and val[1] < val[2]
 
 
+def test_an_evaluation_draws_by_weight_and_all_of_it_each_once(tmp_path):
+    """Whatever the lengths of documents, and in patterns that are rounded, too."""
+    for name, n, length in (("long", 30, 30), ("short", 11_003, 6)):
+        for split in ("train", "val"):
+            write_documents(tmp_path / name, [([7] * length, [1] * length)] * n, split)
+    cfg = tiny_config(data=[f"{tmp_path}/long:1", f"{tmp_path}/short:1"], data_mode="documents")
+    part, whole = (data.load_data(replace(cfg, batch_size=10, eval_steps=n))[1] for n in (10, 0))
+    assert np.bincount(part.order(0, 100)[0]).tolist() == [50, 50]
+    assert np.unique(whole.order(0, 11_033), axis=1).shape == (2, 11_033)
+    assert part.order(100, 300).shape == (2, 200)  # for whoever looks further
+
+
 def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
     for name in ("a", "b"):
         for split in ("train", "val"):

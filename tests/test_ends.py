@@ -127,8 +127,7 @@ def test_steps_fit_into_the_minutes_and_a_resume_keeps_them(run, corpus, tmp_pat
     ("1001", ["--eval_interval", 0], "step 2: 2 steps"),  # late: it ends, with a checkpoint
     ("999", ["--eval_interval", 0], "step 5: 23 steps"),  # of an earlier job
     ("9" * 400, ["--eval_interval", 0], "step 5: 23 steps"),
-    ("soon", ["--eval_interval", 0], "step 5: 23 steps"),
-])
+    ("soon", ["--eval_interval", 0], "step 5: 23 steps")])
 def test_evaluations_and_the_end_of_a_slurm_job_are_counted(run, corpus, clock, monkeypatch, ends,
                                                             flags, said):
     monkeypatch.setenv("SLURM_JOB_END_TIME", ends)

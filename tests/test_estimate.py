@@ -38,8 +38,7 @@ def peak_of_real_tensors(cfg, accumulation) -> int:
 
 @pytest.mark.parametrize("optimizer, accumulation, checkpointing", [
     ("muon", 2, "none"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("adamw", 1, "none"), ("adamw", 2, "full"), ("muon", 1, "full"))),
-])
+        ("adamw", 1, "none"), ("adamw", 2, "full"), ("muon", 1, "full")))])
 def test_memory_is_that_of_the_tensors_of_real_steps(optimizer, accumulation, checkpointing):
     cfg = parsed("--n_layer", 3, "--vocab_size", 1000, "--seq_len", 128, "--batch_size", 8,
                  "--optimizer", optimizer, "--activation_checkpointing", checkpointing)

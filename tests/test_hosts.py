@@ -82,8 +82,7 @@ def assert_same_end(one, other):
 
 @pytest.mark.parametrize("end, flags", [
     ("kill", []),
-    pytest.param("cut_power", ["--hang_seconds", 5]),
-])
+    pytest.param("cut_power", ["--hang_seconds", 5])])
 def test_a_lost_host_is_done_without_and_taken_back(run, corpus, tmp_path, end, flags):
     run(*FLAGS, "--max_steps", 40, "--out_dir", "whole")
     (tmp_path / "gated.py").write_text(GATED)

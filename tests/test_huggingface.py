@@ -270,8 +270,7 @@ def test_an_exported_chat_model_ends_its_turns(run, tmp_path):
 
 @pytest.mark.parametrize("value, dtype, words", [
     (float("nan"), "fp32", "non-finite weights in norm.weight"),
-    (1e5, "fp16", "non-finite weights in norm.weight, as torch.float16"), (1e5, "bf16", None),
-])
+    (1e5, "fp16", "non-finite weights in norm.weight, as torch.float16"), (1e5, "bf16", None)])
 def test_what_must_not_be_exported(trained, tmp_path, tool, monkeypatch, value, dtype, words):
     path = trained / "checkpoints/step_00000060.pt"
     state = torch.load(path, weights_only=True)

@@ -70,8 +70,7 @@ def end_of(run: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy, ranks, share, way", [
     ("skip", 1, 0.32, "ddp"), ("rollback", 1, 0.32, "ddp"), ("skip", 2, 0.16, "ddp"),
-    ("skip", 2, 0.12, "zero3"), ("rollback", 3, 0.08, "zero3"),
-])
+    ("skip", 2, 0.12, "zero3"), ("rollback", 3, 0.08, "zero3")])
 def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ranks, share, way):
     kills = round(share * KILLS)
     dice, count = random.Random(f"{policy}{ranks}"), RawValue("i")

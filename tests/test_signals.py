@@ -64,8 +64,7 @@ def finish_and_compare(run, flags=(), ranks=1):
 
 @pytest.mark.parametrize("ranks, flags", [
     (1, ["--ema", 0.9]), pytest.param(2, [], marks=pytest.mark.slow),
-    pytest.param(2, ["--parallel", "zero3"], marks=pytest.mark.slow),
-])
+    pytest.param(2, ["--parallel", "zero3"], marks=pytest.mark.slow)])
 def test_a_signal_in_an_evaluation_ends_it_and_costs_no_step(run, tmp_path, ranks, flags):
     def hook(rank):
         def stop():

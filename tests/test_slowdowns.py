@@ -136,8 +136,7 @@ def test_a_list_that_is_rewritten_at_each_save(provoke, monkeypatch, clock):
     # by the loop, which waits for the thread that writes
     ("checkpoint", writer.Writer, "wait", ["--save_interval", Driven.interval]),
     ("logging", telemetry.TensorBoard, "write", ["--tensorboard"]),
-    ("evaluation", train, "eval_batches", ["--eval_interval", Driven.interval]),
-])
+    ("evaluation", train, "eval_batches", ["--eval_interval", Driven.interval])])
 def test_what_is_slow_between_steps(provoke, monkeypatch, clock, phase, owner, name, flags):
     before_each(monkeypatch, owner, name, lambda *_: clock.advance(0.5 * clock.late))
     event = the_event(provoke(clock, *flags)[0], clock, phase)

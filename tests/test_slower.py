@@ -173,8 +173,7 @@ stops = itertools.count()
     (lambda late: {"machine/stops": 3 * next(stops) if late else 0}, "stopped", None),
     (lambda late: {"perf/clock_mhz": 1900 - 500 * late}, "clocks", "1400 MHz"),
     (lambda late: {"perf/clock_mhz": 1900 - 500 * late, "machine/gpu_celsius": 88,
-                   "machine/gpu_watts": 650.0}, "clocks", "1400 MHz, 88 °C, 650 W"),
-])
+                   "machine/gpu_watts": 650.0}, "clocks", "1400 MHz, 88 °C, 650 W")])
 def test_what_the_kernel_or_a_gpu_says_is_the_machine(more, cause, readings):
     (event,) = detect(made(factor=1.3, wobbles=0.02, probes=False, more=more))
     assert event.side == "machine" and codes(event)[0] == cause
@@ -482,8 +481,7 @@ def test_a_line_that_waits_for_another_rank_is_said_to_wait():
     ("model.py:60 forward", "for i in range(9): x = f(x)", False),
     ("model.py:60 forward.<listcomp>", "[expert(x) for expert in self.experts]", False),
     ("my.py:8 f.<genexpr>", "sum(F.mse_loss(head(h), y) for head in heads)", False),
-    ("my.py:8 <lambda>", "loss_of = lambda x, y: loss(x, y)", False),
-])
+    ("my.py:8 <lambda>", "loss_of = lambda x, y: loss(x, y)", False)])
 def test_in_a_compute_phase_only_lines_known_to_be_avoidable(place, text, named):
     rows = rows_of({"forward": 16.0}, {"forward": {place: 4, "model.py:5 forward": 4}})
     found = parts_of(rows, {place.partition(" ")[0]: text})

@@ -613,8 +613,7 @@ def test_learning_rate_schedules():
     ["--preset", "debug"],
     ["--preset", "low_memory", "--seq_len", "16"],
     ["--monitoring", "off", "--eval_interval", "0", "--attention", "math",
-     "--lr_schedule", "cosine", "--grad_clip", "0", "--tie_embeddings"],
-])
+     "--lr_schedule", "cosine", "--grad_clip", "0", "--tie_embeddings"]])
 def test_other_configurations_train(run, tmp_path, flags):
     output = run(*flags, "--out_dir", "r")
     loss = [row["train/loss"] for row in rows(tmp_path / "r") if "train/loss" in row]

@@ -125,8 +125,7 @@ def test_what_is_printed_of_a_hang():
     (0, {5: dict(phase="start-up", limit=360, waits=False)}, (), None),
     (8, {}, range(8), ("silent", [*range(8)])),
     (0, {3: dict(phase="data", waits=False), 4: dict(ended=True)}, (4,), ("stuck", [3])),
-    (9, {}, None, ("store", [])),
-])
+    (9, {}, None, ("store", []))])
 def test_what_a_rank_of_many_concludes(rank, notes, silent, expected, monkeypatch):
     """Of 16 on two hosts, waiting for 200 s and knowing these notes."""
     monkeypatch.setattr(watchdog, "rank_and_world", lambda: (rank, rank % 8, 16, 8))
@@ -294,8 +293,7 @@ def test_a_bit_that_flips_changes_the_checksum():
     # copies of a model on two ranks each: ranks 0 and 2, 1 and 3 hold the same
     (2, [1, 3], None, None),
     (2, [3], "weights of rank 3 differ", 20),
-    (4, [3], "weights of rank 3 differ.* with a buffer that each rank sets by itself", None),
-])
+    (4, [3], "weights of rank 3 differ.* with a buffer that each rank sets by itself", None)])
 def test_which_rank_differs_in_what(size, bad, words, agreed):
     names, whole = ["embedding.weight", "blocks.0.up.weight"], ["blocks.0.up.weight"] * (size == 4)
     shards = SimpleNamespace(tensors=dict.fromkeys(names), size=size, whole=whole)
