@@ -327,7 +327,9 @@ def test_samples_are_shown(run, tmp_path, tool, monkeypatch, mode):
     with monkeypatch.context() as patch:
         seen = samples_seen(patch)
         run("--data", "web:3", "code:1", "--stage", "0.5", "math:1", "web:1", "0.75", "code",
-            "--data_mode", mode, "--out_dir", "r", "--sample_interval", 0)
+            "--data_mode", mode, "--out_dir", "r", "--sample_interval", 0, "--save_interval", 10)
+        run("--resume", "r/checkpoints/step_00000010.pt", "--out_dir", "r", "--seq_len", 40,
+            "--allow_change", "seq_len", bare=True)
     assert sorted(seen) == list(range(96))
     for step in (1, 6, 7, 9, 10, 12):
         shown = tool(prepare.main, "show", "r", step).out.split("--- sample ")[1:]
@@ -378,13 +380,13 @@ def test_the_loss_of_each_dataset_is_logged(run, tmp_path):
 
 def test_an_evaluation_draws_by_weight_and_all_of_it_each_once(tmp_path):
     """Whatever the lengths of documents, and in patterns that are rounded, too."""
-    for name, n, length in (("long", 30, 30), ("short", 11_003, 6)):
+    for name, n, length in (("long", 30, 30), ("short", 11_753, 6)):
         for split in ("train", "val"):
             write_documents(tmp_path / name, [([7] * length, [1] * length)] * n, split)
     cfg = tiny_config(data=[f"{tmp_path}/long:1", f"{tmp_path}/short:1"], data_mode="documents")
     part, whole = (data.load_data(replace(cfg, batch_size=10, eval_steps=n))[1] for n in (10, 0))
     assert np.bincount(part.order(0, 100)[0]).tolist() == [50, 50]
-    assert np.unique(whole.order(0, 11_033), axis=1).shape == (2, 11_033)
+    assert np.unique(whole.order(0, 11_783), axis=1).shape == (2, 11_783)
     assert part.order(100, 300).shape == (2, 200)  # for whoever looks further
 
 

@@ -158,5 +158,4 @@ def estimate_run(cfg: Config, make_optimizers) -> str:
         f"--parallel {cfg.parallel}, --activation_checkpointing {cfg.activation_checkpointing}",
         f"time    {seconds / 86400:.3g} days ({duration(seconds)}): {cfg.max_steps:,} steps at "
         f"{MFU:.0%} (assumed) of {cfg.estimate} x {found['peak_tflops']:g} TFLOP/s "
-        f"(--peak_tflops), without the time to communicate",
-    ))
+        f"(--peak_tflops), without the time to communicate"))

@@ -371,8 +371,7 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
     tokenizer = tokenizers.byte_level_bpe(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=options.train_tokenizer, special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     every = 1 + sum(file.stat().st_size for file in files if file.is_file()) // TRAINING_BYTES
     chunks = itertools.islice(read_chunks(files, options, Counter()), 0, None, every)
     texts = (text for chunk in chunks for document in reader.documents(chunk)[0]

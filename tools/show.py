@@ -3,12 +3,13 @@
 Of a folder of token files, the first documents; of a run, the samples it trained on in a step.
 """
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 from config import parse
 from data import load_mixture
-from steady.options import ConfigError
+from steady.options import ConfigError, fixed_options
 from steady.tokens.files import IGNORE, split_stages
 from steady.watch.history import read_rows
 
@@ -42,17 +43,18 @@ def first_documents(path: str, n: int):
 def samples_of_step(run_dir: str, step: int):
     """As `first_documents`, for the samples of one step in the order of their positions."""
     cfg = parse([], saved=f"{run_dir}/config.yaml")
-    data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size, "--data",
-                        cfg.data_mode, split_stages(cfg.stage, cfg.max_steps, cfg.batch_size))
-    # each start of the run logs the order of its samples; the last one before the step applies
-    order, before = dict(seed=cfg.seed, batch_size=cfg.batch_size, position=0), 0
+    # each start of the run logs what its samples depend on; the last one before the step applies
+    order, before = dict(position=0), 0
     log = Path(run_dir, "metrics.jsonl")
     for _, row in read_rows(log) if log.exists() else ():
         if "order" in row and row["step"] < step:
             order, before = row["order"], row["step"]
-    data.order.seed, n = order["seed"], order["batch_size"]
-    if order.get("stages") not in (None, hash(tuple(map(tuple, data.order.plan)))):
-        raise ConfigError(f"step {step}: trained with another --stage than the newest steps")
+    cfg = replace(cfg, **{k: order[k] for k in order.keys() & fixed_options(cfg, "trajectory")})
+    data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size, "--data",
+                        cfg.data_mode, split_stages(cfg.stage, cfg.max_steps, cfg.batch_size))
+    plan, sizes, n = hash(tuple(map(tuple, data.order.plan))), data.order.sizes, cfg.batch_size
+    if (order.get("stages", plan), order.get("sizes", sizes)) != (plan, sizes):
+        raise ConfigError(f"step {step}: trained with another --stage or --data than the newest")
     data.group_by_length(data.GROUP_STEPS, n)
     first = order["position"] + (step - 1 - before) * n
     source, sample = data.order(first, first + n)

@@ -8,7 +8,7 @@ import torch
 
 from steady.checkpoints.run_dir import tensorboard_folder
 from steady.models.device import peak_flops
-from steady.options import UNKNOWN
+from steady.options import UNKNOWN, fixed_options
 
 
 def monitor_options(run, flops: int) -> dict:
@@ -31,9 +31,10 @@ def monitor_options(run, flops: int) -> dict:
 
 def starting_row(run) -> dict:
     """A row of each start, for `data.py show` and comparisons of validation losses."""
-    order = dict(seed=run.cfg.seed, batch_size=run.cfg.batch_size, position=run.progress.position,
-                 stages=hash(tuple(map(tuple, run.train_data.order.plan))))
-    return {"order": order, "evaluated": run.progress.evaluated}
+    cfg, order, position = run.cfg, run.train_data.order, run.progress.position
+    about = {name: getattr(cfg, name) for name in fixed_options(cfg, "trajectory")}
+    about |= dict(position=position, sizes=order.sizes, stages=hash(tuple(map(tuple, order.plan))))
+    return {"order": about, "evaluated": run.progress.evaluated}
 
 
 def columns(run) -> dict:
