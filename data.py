@@ -44,8 +44,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # [B, T]; [B, T + 1] if targets is None: each target is the next token
     targets: torch.Tensor | None = None  # [B, T], IGNORE for positions without a loss
-    documents: torch.Tensor | None = None  # [B, T]: index of a token's document in a packed row,
-    # or where documents begin among all tokens: steady.tokens.packing.boundaries
+    documents: torch.Tensor | None = None  # [B, T]: their numbers in packed rows, or `boundaries`
     source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
 
     def to(self, device: torch.device, rows: int | None = None) -> "Batch":
@@ -114,7 +113,9 @@ class Samples:
         return float(self.seq_len)
 
     def group_by_length(self, steps: int, batch_size: int):
-        """Nothing, where all samples are of one length."""
+        """From now on, batch documents of similar lengths, to save padding."""
+        if steps and self.row_lengths_vary and self.mode != "stream":
+            self.order.group_by_length(steps, batch_size, partial(self.per_sample, "lengths"))
 
     def rows(self, start: int, stop: int, end: int) -> Batch:
         """As `batch`, but from position `end` on, rows are dummies: copies of the sample before."""
@@ -173,11 +174,6 @@ class Mixture(Samples):
         self.fingerprint = [retry(partial(file.fingerprint, len(files))) for file in files]
         stages = [(begin, [d.weights[begin] for d in datasets]) for begin in datasets[0].weights]
         self.order = Order([d.n_samples for d in datasets], stages[0][1], seed, stages[1:])
-
-    def group_by_length(self, steps: int, batch_size: int):
-        """From now on, batch documents of similar lengths, to save padding."""
-        if steps and self.row_lengths_vary:
-            self.order.group_by_length(steps, batch_size, partial(self.per_sample, "lengths"))
 
     def per_sample(self, what: str, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
         """"lengths" or "targets" of each of these documents or rows of them."""
@@ -254,10 +250,13 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
         train_data = load(cfg.data, "train", "--data", cfg.seed)
         train_data.group_by_length(train_data.GROUP_STEPS, cfg.batch_size)
     cfg.vocab_size = max(cfg.vocab_size or 0, train_data.vocab_size)
-    cfg.data_mode = train_data.mode
+    cfg.data_mode = cfg.data_mode if train_data.mode == "stream" else train_data.mode
     cfg.max_steps = cfg.max_steps or -(-cfg.epochs * train_data.n_samples // cfg.batch_size)
     val_data = train_data if cfg.eval_only else load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
+        if val_data.mode != train_data.mode:  # of auto: their prompts would count
+            raise ConfigError(f"{val_option}: validation data with prompts, training data without; "
+                              "expected --data_mode documents, or stream to count prompts")
         if tokenizer_hash(val_data.tokenizer) != tokenizer_hash(train_data.tokenizer):
             raise ConfigError(f"{val_option}: its tokenizer is {val_data.tokenizer or 'unknown'}, "
                               f"that of --data {train_data.tokenizer or 'unknown'}")
@@ -277,6 +276,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
                               "target that counts; expected a larger --eval_steps")
     elif cfg.patience:
         raise ConfigError("--patience: no validation data; name some with --val_data")
+    cfg.data_mode = train_data.mode
     return train_data, val_data
 
 

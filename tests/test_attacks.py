@@ -112,8 +112,7 @@ def test_an_evaluation_that_failed_is_made_up_for(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("module, name, code", [
     (checkpoint, "link", 9),  # killed before step 8 becomes the best
-    (writer, "write_checkpoint", 0),  # the save of step 8 fails
-])
+    (writer, "write_checkpoint", 0)])  # the save of step 8 fails
 def test_best_agrees_with_best_loss_after_a_restart(run, tmp_path, module, name, code):
     """The loss falls at each evaluation: the newest is the best."""
     def hook(rank):

@@ -297,6 +297,8 @@ def test_what_does_not_belong_together_is_refused(tmp_path, folder):
     (tmp_path / "train.bin.mask").unlink()
     refused("--val_data: its tokenizer is unknown, that of --data bytes", folder,
             val_data=[str(plain)])
+    refused("--val_data: validation data with prompts, training data without", data_mode="auto",
+            val_data=[f"{folder}/val.bin"])
     (tmp_path / "train.bin.json").write_text(json.dumps(dict(dtype="float16")))
     refused("with dtype uint16 or uint32: 'float16'")
     refused("no document of two tokens or more",

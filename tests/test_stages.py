@@ -111,8 +111,7 @@ def test_a_stage_by_size_and_a_folder_spelled_otherwise(sets):
     ("0.25 a:1 b:2 0.5 ./1 0.99 b", 25, {48: ["a:1", "b:2"], 96: ["./1"], 200: ["b"]}),
     ("0.5 a 0.51 b", 12, {48: ["b"]}),  # of two at one step the later
     ("0.01 a", 12, {0: ["a"]}),
-    ("", None, {}),  # --epochs
-])
+    ("", None, {})])  # --epochs
 def test_a_stage_begins_at_the_nearest_step(words, max_steps, expected):
     assert split_stages(words.split(), max_steps, 8) == expected
 
