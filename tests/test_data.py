@@ -130,11 +130,16 @@ def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
     wide = tmp_path / "wide"
     wide.mkdir()
     (100_000 + np.arange(1000)).astype(np.uint32).tofile(wide / "train.bin")
-    (wide / "train.bin.json").write_text(json.dumps(dict(dtype="uint32", vocab_size=102_000)))
+    about = dict(dtype="uint32", vocab_size=102_000, end_of_text=101_999)  # pads narrow rows, too
+    (wide / "train.bin.json").write_text(json.dumps(about))
     mixture = load_mixture([str(narrow), str(wide)], "train", 10, seed=1)
     tokens, _, _, source = mixture.batch(0, 8).to(CPU)
     assert sorted(source.tolist()) == [0] * 4 + [1] * 4 and mixture.vocab_size == 102_000
     assert (tokens[source == 0] < 100).all() and (tokens[source == 1] >= 100_000).all()
+    for folder in (narrow, wide):
+        np.array([0, 15, 1000], np.uint64).tofile(folder / "train.bin.docs")
+    batch = load_mixture([str(narrow), str(wide)], "train", 10, 1, mode="packed").batch(0, 200)
+    assert batch.tokens[batch.targets == -100].unique().tolist() == [101_999]
 
 
 def test_position_a_trillion_costs_the_same(tmp_path, monkeypatch):

@@ -110,8 +110,7 @@ FORKS = {  # name → [(file, text, its replacement)]
     "generated data": RECIPES["Generated data"],
     "rates by layer": [("train.py", MATRICES, BY_LAYER)],
     "preference tuning": RECIPES[WITH_PAIRS],
-    "no monitor": [],
-}
+    "no monitor": []}
 
 
 def fork(name: str, clone: Path) -> tuple[int, int]:

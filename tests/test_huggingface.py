@@ -43,8 +43,7 @@ FAMILIES = {
     "mistral": lambda: small("mistral", sliding_window=None),
     "qwen2": lambda: small("qwen2"),
     "qwen2, tied": lambda: small("qwen2", tie_word_embeddings=True),
-    "qwen3": lambda: small("qwen3", head_dim=32),
-}
+    "qwen3": lambda: small("qwen3", head_dim=32)}
 
 
 def save_random(folder, found, **how):

@@ -283,8 +283,7 @@ def test_a_metric_is_the_mean_of_the_ranks_that_log_it(run, tmp_path):
 
 @pytest.mark.parametrize("names, code, said", [
     (["x", "y"], 1, "KeyError: 'val/x'"),
-    (["xy", "yx"], 0, "validation x 3.0000 | y 5.0000 | loss"),  # added in another order
-])
+    (["xy", "yx"], 0, "validation x 3.0000 | y 5.0000 | loss")])  # added in another order
 def test_a_mean_of_an_evaluation_is_of_all_ranks(run, names, code, said):
     def hook(rank):
         def add(self, name, values, batch):

@@ -126,8 +126,7 @@ STUBS = {
     "torchrun": 'printf "%s\\n" "$@" > args.$$',
     "scontrol": 'printf "node%s\\n" 1 2',
     "srun": 'for id in 0 1; do SLURM_NODEID=$id "$@"; done',
-    "ssh": 'eval "${!#}"',
-}
+    "ssh": 'eval "${!#}"'}
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "ssh.sh", "kubernetes.yaml"])

@@ -309,8 +309,7 @@ def test_which_rank_differs_in_what(size, bad, words, agreed):
 @pytest.mark.parametrize("drifts, every, step, agreed, kept", [
     pytest.param(1, 4, 8, 4, ["step_00000004.pt", "step_00000006.pt"], marks=pytest.mark.slow),
     (0, 4, 8, 4, ["step_00000004.pt", "step_00000006.pt.set-aside"]),  # it writes the checkpoints
-    (1, 1000, 12, 0, ["step_00000008.pt", "step_00000010.pt"]),  # the last step
-])
+    (1, 1000, 12, 0, ["step_00000008.pt", "step_00000010.pt"])])  # the last step
 def test_a_replica_that_drifts_ends_the_run(run, tmp_path, drifts, every, step, agreed, kept):
     def hook(rank):
         def drift(run):

@@ -86,9 +86,8 @@ class Documents(Dataset):
                               f"first --seq_len {self.seq_len} tokens; try a larger --seq_len")
         whole = ends - self.begins - 1
         self.document_lengths = np.minimum(whole, self.seq_len)
-        self.in_rows = np.arange(len(ends)), np.arange(len(ends) + 1)
-        if packing:
-            self.in_rows = pack(self.document_lengths, self.seq_len)
+        alone = np.arange(len(ends)), np.arange(len(ends) + 1)
+        self.in_rows = pack(self.document_lengths, self.seq_len) if packing else alone
         order, starts = self.in_rows
         self.lengths = np.add.reduceat(self.document_lengths[order], starts[:-1])
         self.targets = np.add.reduceat(targets[order], starts[:-1])
@@ -108,7 +107,8 @@ class Documents(Dataset):
 
     def read(self, samples: np.ndarray, length: int, pad: int):
         """Three arrays [len(samples), length]; documents is None without packing."""
-        tokens = np.full((len(samples), length), pad, self.dtype)
+        dtype = np.result_type(self.dtype, np.min_scalar_type(pad))  # it may be of wider files
+        tokens = np.full((len(samples), length), pad, dtype)
         targets = np.full_like(tokens, IGNORE, np.int32)
         documents = np.zeros_like(tokens, np.int32)
         rows = [self.documents_of(sample) for sample in samples]
