@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import column, rows, samples_seen, tiny_config
+from conftest import column, rows, samples_seen, saved, tiny_config
 
 import data
 from data import Mixture, load_mixture
@@ -234,6 +234,9 @@ def test_other_ranks_and_a_resume_see_the_same_samples(run, tmp_path, folder, mo
     for metric in ("train/loss", "train/tokens"):
         assert column(tmp_path / "two", metric) == pytest.approx(
             column(tmp_path / "one", metric), rel=1e-4)
+    run("--out_dir", "one", "--auto_resume", "--batch_size", 10, "--micro_batch_size", 5,
+        "--allow_change", "batch_size", "--max_steps", 13, bare=True)
+    assert saved(tmp_path / "one")["position"] == 200 + 10  # not 192, amid documents of a length
 
 
 def test_documents_with_nothing_to_learn_are_no_nan(run, tmp_path, monkeypatch):

@@ -219,8 +219,7 @@ def test_off_is_loss_and_throughput_alone(tmp_path, clock):
     text = m.close()
     assert set(rows(tmp_path)[1]) == {
         "step", "train/loss", "train/learning_rate", "train/tokens", "perf/step_ms",
-        "perf/tokens_per_second", "perf/tflops", "perf/startup_s",
-    }
+        "perf/tokens_per_second", "perf/tflops", "perf/startup_s"}
     for share in (r"^ +other +(\d+\.\d)%", r"^goodput (\d+\.\d)%"):
         assert re.search(share, text, re.MULTILINE)[1] == "87.5"  # 7 of 8 steps
     assert report(tmp_path)["wall_s"] == pytest.approx(0.16)

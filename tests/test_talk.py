@@ -162,8 +162,7 @@ def test_a_talk_remembers_and_forgets(tmp_path, talk):
         written("user: Hello"), written("user: Hello", "assistant: Hi 猫.", "user: And?"),
         written("user: Again"),
         written("system: Be brief.", "user: Again", "assistant: Hi 猫.", "user: So?"),
-        written("user: Last"),
-    ]
+        written("user: Last")]
     assert out.out.count("Hi 猫.\n") == 5 and out.out.count(generation.HELP) == 3
     prompts, out = talk(folder, "Hello", "And?", flags=["--system", "Be kind."], answer="stopped")
     assert prompts[1] == written("system: Be kind.", "user: Hello", "assistant: stopped",

@@ -61,8 +61,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         config=dataclasses.asdict(run.cfg),
         data=data.fingerprint, stages=data.order.plan[1:],
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
-        base=getattr(run.model, "base", None),  # of adapters
-    )
+        base=getattr(run.model, "base", None))  # of adapters
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None, alone)
     run.dir.saved = dataclasses.replace(progress)  # not if `save` raised, as another rank was lost
 
@@ -144,6 +143,8 @@ def restore_progress(run, state: dict):
                   "validation loss and --patience begin anew", flush=True)
         progress.best_loss, progress.best_step, progress.waited = math.inf, 0, 0
         progress.evaluated = before.evaluated
+    if run.train_data.row_lengths_vary and cfg.batch_size != state["config"]["batch_size"]:
+        progress.position += -progress.position % cfg.batch_size  # between two groups
     if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))

@@ -378,8 +378,7 @@ PROGRAMME = {  # in each part the most important first, in case the time runs ou
     4: {
         "monitor": monitors,
         **{f"plant: {name}": partial(plant, name=name) for name in PLANTS},
-        **{name: partial(choices, name=name) for name in CHOICES},
-    },
+        **{name: partial(choices, name=name) for name in CHOICES}},
 }
 STEPS = {name: step for part in PROGRAMME.values() for name, step in part.items()}
 
