@@ -11,7 +11,7 @@ from conftest import TINY, assert_same_end, column, tiny_config
 from test_data import assert_epochs_are_whole, token_folder
 
 import config
-from data import load_data, load_mixture
+from data import load_data, load_mixture, what_is_evaluated
 from steady.options import ConfigError
 from steady.tokens.files import split_stages
 from steady.tokens.order import Order, mixture_pattern
@@ -150,6 +150,11 @@ def test_validation_takes_all_sets_by_size(sets):
     assert [d.name for d in val.datasets] == ["chat"] and len(train.datasets) == 3
     part, whole = (load_data(replace(cfg, stage=[], eval_steps=n))[1].order(0, 128) for n in (1, 0))
     assert np.bincount(part[0]).tolist() == [64, 64] and np.bincount(whole[0]).tolist() == [99, 29]
+    other = [f"{sets['web']}:3", f"{sets['code']}:1"]
+    for n, same in ((1, False), (0, True)):  # of all, whatever the weights
+        pair = [replace(cfg, stage=[], eval_steps=n, data=each) for each in (cfg.data, other)]
+        before, after = (what_is_evaluated(each, load_data(each)[1]) for each in pair)
+        assert (before == after) is same
     only = load_data(replace(cfg, eval_only=True))
     assert only[0] is only[1] and len(only[0].datasets) == 3
 
@@ -209,7 +214,9 @@ def test_a_checkpoint_that_knows_of_no_stages_goes_on(run, tmp_path):
     path = tmp_path / "r/checkpoints/step_00000012.pt"
     old = torch.load(path, weights_only=True)
     assert old.pop("stages") == [] and old["config"].pop("stage") == []
+    del old["config"]["norm_eps"]  # as if a fork had added it since
     torch.save(old, path)
     assert "at step 12" in run("--out_dir", "r", "--auto_resume", "--max_steps", 14)
-    told = run("--out_dir", "s", "--resume", path, "--stage", "0.5", "stdlib", expect=2)
-    assert "stage none of 12 steps -> 0.5 stdlib of 12 steps" in told
+    flags = ["--out_dir", "s", "--resume", path, "--stage", "0.5", "stdlib", "--norm_eps", 1e-5]
+    told = run(*flags, expect=2)
+    assert "norm_eps 1e-06 -> 1e-05, stage none of 12 steps -> 0.5 stdlib of 12 steps" in told

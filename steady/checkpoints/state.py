@@ -199,11 +199,11 @@ def read_best(best: Checkpoint | None) -> tuple | None:
 
 def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     """Raise ConfigError if model, data or an option that fixes the trajectory has changed."""
-    cfg, saved, data = run.cfg, state["config"], run.train_data
+    cfg, data = run.cfg, run.train_data
+    saved = vars(type(cfg)()) | state["config"]  # an option added since had its default
     weights = fixed_options(cfg, "weights")
     compared = weights + fixed_options(cfg, "function")
-    if not cfg.eval_only:
-        compared += fixed_options(cfg, "trajectory")
+    compared += [] if cfg.eval_only else fixed_options(cfg, "trajectory")
     changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in compared
                if saved[name] != getattr(cfg, name)}
     if tokenizer_hash(state.get("tokenizer")) != tokenizer_hash(data.tokenizer):
