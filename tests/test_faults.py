@@ -463,7 +463,7 @@ def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, mon
     assert steps(tmp_path / "r")[-1] == 12 and column(tmp_path / "r", "train/loss")[12]
 
 
-def test_who_only_reads_renames_nothing(run, copy):
+def test_who_only_reads_renames_nothing(run, copy, tool, monkeypatch):
     """The run may belong to another process, or be read-only."""
     flip(copy / "checkpoints/step_00000012.pt")
     output = run("--out_dir", "r", "--auto-resume", "--eval_only")
@@ -472,6 +472,10 @@ def test_who_only_reads_renames_nothing(run, copy):
     output = run("--check_checkpoints", "r", bare=True, expect=1)
     assert "step_00000012.pt" in output and output.count("INVALID: its checksum is wrong") == 1
     assert output.count(" valid") == 2 and "valid, step 8, best" in output
+    monkeypatch.setattr(zipfile, "ZipFile", raising(PermissionError(13, "denied", "of others")))
+    assert "error: of others: denied" in run("--check_checkpoints", "r", bare=True, expect=2)
+    for command in (generation.main, "generate", "r"), (generation.main, "export", "r", "out"):
+        assert tool(*command, expect=2).err == "model.py: error: [Errno 13] denied: 'of others'\n"
     assert steps(copy) == [4, 8, 12]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from config import Config
 from steady.checkpoints import checkpoint as checkpoints
-from steady.options import ConfigError
+from steady.options import ConfigError, reading_paths
 from steady.ranks.ranks import from_rank0, rank_and_world
 from tools.estimate import estimate_run
 
@@ -28,16 +28,16 @@ def inspect(argv: list[str], cfg: Config, train, make_optimizers) -> int:
     return 0
 
 
+@reading_paths()
 def check_checkpoints(run_dir: Path) -> int:
     """Print a line for each checkpoint; returns 1 if any is damaged."""
     folder, code = run_dir / "checkpoints", 0
     aside = map(checkpoints.Checkpoint, sorted(folder.glob("*.set-aside*")))
-    best = filter(None, [checkpoints.best_checkpoint(folder)])
-    found = [*checkpoints.list_checkpoints(folder), *best, *aside]
-    if not found:
+    found = [*checkpoints.list_checkpoints(folder), checkpoints.best_checkpoint(folder), *aside]
+    if not any(found):
         wrong = "has no checkpoints" if run_dir.is_dir() else "no such directory"
         raise ConfigError(f"--check_checkpoints {run_dir}: {wrong}; expected a run, as runs/001")
-    for checkpoint in found:
+    for checkpoint in filter(None, found):
         damage = checkpoint.find_damage()
         if damage and checkpoint.path.exists():  # else just deleted by the run
             print(f"{checkpoint.name:22s} INVALID: {damage}")

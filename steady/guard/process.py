@@ -95,12 +95,13 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
 
     with (contextlib.redirect_stdout(Printable(sys.stdout)),
           contextlib.redirect_stderr(Printable(sys.stderr))):
-        return exit_code(print_all, argv, prog, interrupted)
+        # another user's files, for one: nothing that a traceback explains
+        return exit_code(print_all, argv, prog, (PermissionError,), interrupted)
 
 
-def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =
+def exit_code(main, argv: list[str], prog: str = "train.py", theirs: tuple = (), interrupted: str =
               "interrupted; --auto_resume continues from the newest checkpoint") -> int:
-    """The exit code of `main(argv)`; expected errors are printed as one line."""
+    """The exit code of `main(argv)`; expected errors are printed as one line, as are `theirs`."""
     from steady.options import ConfigError, Failed
 
     if several_ranks():
@@ -113,7 +114,7 @@ def exit_code(main, argv: list[str], prog: str = "train.py", interrupted: str =
         if several_ranks():
             leave_group()
         return code
-    except ConfigError as e:
+    except (ConfigError, *theirs) as e:
         say(f"{prog}: error: {' '.join(str(e).splitlines())}")
         return 2
     except Failed as e:
