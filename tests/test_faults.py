@@ -242,7 +242,8 @@ def test_optimizer_state_follows_the_names_of_its_parameters(run, copy, tmp_path
 def test_another_format_is_refused_and_not_set_aside(run, copy):
     writer.write_checkpoint(copy / "checkpoints/step_00000014.pt", {"format": 0})
     told = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
-    assert "format 0; this version reads" in told and steps(copy)[-1] == 14
+    assert "format 0; this version reads" in told and "names the commit" in told
+    assert steps(copy)[-1] == 14
 
 
 def test_a_pickle_is_not_executed(run, copy, tmp_path):
@@ -396,12 +397,13 @@ def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch,
     assert_same_end(finished, tmp_path / "r")
 
 
-def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch):
-    place = tmp_path / "read-only"
-    place.mkdir()
+@pytest.mark.parametrize("name", ["", "r/checkpoints"])
+def test_an_unwritable_directory_is_refused(run, tmp_path, monkeypatch, name):
+    place = tmp_path / "read-only" / name
+    place.mkdir(parents=True)
     plain = os.access  # root may write anywhere, so this fault is simulated
     monkeypatch.setattr(os, "access", lambda p, mode: str(p) != str(place) and plain(p, mode))
-    output = run("--out_dir", place / "r", expect=2)
+    output = run("--out_dir", tmp_path / "read-only/r", expect=2)
     assert f"{place} is not a directory to write to" in output and not list(place.iterdir())
 
 

@@ -122,7 +122,7 @@ def test_optimizer_flags_and_precision_can_change_on_resume_and_no_shape(run, tm
     run("--out_dir", "r", "--optimizer", "adamw", "--precision", "fp16")
     told = run("--auto_resume", "--out_dir", "r", "--max_steps", 20, "--n_layer", 3,
                "--allow_change", "n_layer", bare=True, expect=2)
-    assert "this run differs from it: n_layer 2 -> 3. Its weights fit no other model" in told
+    assert "differs from it: n_layer 2 -> 3. Its weights fit no other model; use the" in told
     told = run("--auto_resume", "--out_dir", "r", "--max_steps", 14, "--precision", "fp32",
                bare=True)
     before = column(tmp_path / "r", "train/learning_rate")[12]

@@ -92,13 +92,13 @@ class Checkpoint:
         return f"missing or wrong: {', '.join(odd)}" if odd else None
 
     def states(self) -> list[dict]:
-        """The state in its file, or one for each rank; tensors are mapped. Verify it first.
-
-        Raises ConfigError if it is of another format.
+        """The state in its file, or one for each rank; tensors are mapped. Verify it first. Raises
+        ConfigError if it is of another format.
         """
         found = [disk.read_checkpoint(file) for file in self.files()]
         if (version := found[0]["format"]) != FORMAT:
-            raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}")
+            raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}; config.yaml "
+                              "beside its folder names the commit to continue it with")
         return found
 
     def state(self) -> dict:

@@ -65,7 +65,7 @@ def find_run(cfg) -> Path | None:
     if cfg.eval_only:
         return out_dir  # only reads
     real = Path(os.path.realpath(out_dir or "runs"))
-    place = next(folder for folder in (real, *real.parents) if folder.exists())
+    place = next(each for each in (real / "checkpoints", real, *real.parents) if each.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ConfigError(f"--out_dir {out_dir or 'runs/'}: {place} is not a directory to write to")
     if out_dir and run_files(out_dir) and not (own and own.resolve() == real or cfg.overwrite):

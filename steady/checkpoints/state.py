@@ -224,7 +224,7 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
         differences = ", ".join(f"{name} {changed[name]}" for name in refused)
         advice = f"To continue nevertheless: --allow_change {' '.join(refused)}"
         if set(refused) & set(weights):
-            advice = "Its weights fit no other model; leave those flags out, or start a new run"
+            advice = "Its weights fit no other model; use the options of its config.yaml (--config)"
         raise ConfigError(f"{checkpoint}: this run differs from it: {differences}. {advice}")
     if state.get("base") != getattr(run.model, "base", None):
         raise ConfigError(f"{checkpoint}: adapts other weights than --init_from {cfg.init_from} "
