@@ -242,8 +242,7 @@ def test_optimizer_state_follows_the_names_of_its_parameters(run, copy, tmp_path
 def test_another_format_is_refused_and_not_set_aside(run, copy):
     writer.write_checkpoint(copy / "checkpoints/step_00000014.pt", {"format": 0})
     told = run("--auto-resume", "--out_dir", "r", bare=True, expect=2)
-    assert "format 0; this version reads" in told and "names the commit" in told
-    assert steps(copy)[-1] == 14
+    assert f"format 0; this version reads {checkpoint.FORMAT};" in told and steps(copy)[-1] == 14
 
 
 def test_a_pickle_is_not_executed(run, copy, tmp_path):
@@ -476,8 +475,7 @@ def test_who_only_reads_renames_nothing(run, copy, tool, monkeypatch):
     assert output.count(" valid") == 2 and "valid, step 8, best" in output
     monkeypatch.setattr(zipfile, "ZipFile", raising(PermissionError(13, "denied", "of others")))
     assert "error: of others: denied" in run("--check_checkpoints", "r", bare=True, expect=2)
-    for command in (generation.main, "generate", "r"), (generation.main, "export", "r", "out"):
-        assert tool(*command, expect=2).err == "model.py: error: [Errno 13] denied: 'of others'\n"
+    assert "[Errno 13] denied: 'of others'" in tool(generation.main, "generate", "r", expect=2).err
     assert steps(copy) == [4, 8, 12]
 
 

@@ -21,10 +21,6 @@ def higher_loss(losses):
     return losses + 100  # with the same gradient
 
 
-def steeper(losses):
-    return losses + 50 * (losses - losses.detach())  # of the same value
-
-
 @pytest.fixture
 def plant(monkeypatch):
     """plant(step, …, how=…) changes the losses of these steps, on one rank; eight steps suffice."""
@@ -56,19 +52,17 @@ def skipped(run_dir, last: int) -> list[int]:
     return [step for step, (a, b) in enumerate(pairwise(held), 2) if not compare(a, b)[1]]
 
 
-def sgd(model, cfg, device, parameters=None, shards=None):
-    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)]
-
-
 @pytest.mark.parametrize("how, flags", [
-    (steeper, ["--optimizer", "adamw", "--grad_clip", 0, "--micro_batch_size", 2]),
+    (lambda losses: losses + 50 * (losses - losses.detach()),  # steeper, of the same value
+     ["--optimizer", "adamw", "--grad_clip", 0, "--micro_batch_size", 2]),
     *(pytest.param(higher_loss, flags, marks=pytest.mark.slow) for flags in (
         [], ["--precision", "fp16", "--grad_clip", 0], ["an optimizer without found_inf"],
         ["--parallel", "zero3"]))])
 def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, how, flags):
     """On all ranks, where the loss of one is bad."""
     if "an optimizer without found_inf" in flags:
-        monkeypatch.setattr(train, "make_optimizers", sgd)
+        monkeypatch.setattr(train, "make_optimizers", lambda model, *_: [torch.optim.SGD(
+            model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)])
         flags = []
     plant(25, how=how)
     ranks = 2 if "zero3" in flags else 1

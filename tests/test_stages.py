@@ -217,6 +217,5 @@ def test_a_checkpoint_that_knows_of_no_stages_goes_on(run, tmp_path):
     del old["config"]["norm_eps"]  # as if a fork had added it since
     torch.save(old, path)
     assert "at step 12" in run("--out_dir", "r", "--auto_resume", "--max_steps", 14)
-    flags = ["--out_dir", "s", "--resume", path, "--stage", "0.5", "stdlib", "--norm_eps", 1e-5]
-    told = run(*flags, expect=2)
-    assert "norm_eps 1e-06 -> 1e-05, stage none of 12 steps -> 0.5 stdlib of 12 steps" in told
+    told = run("--resume", path, *"--out_dir s --stage 0.5 stdlib --norm_eps .1".split(), expect=2)
+    assert "norm_eps 1e-06 -> 0.1, stage none of 12 steps -> 0.5 stdlib of 12 steps" in told
