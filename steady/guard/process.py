@@ -95,8 +95,7 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
 
     with (contextlib.redirect_stdout(Printable(sys.stdout)),
           contextlib.redirect_stderr(Printable(sys.stderr))):
-        # another user's files, for one: nothing that a traceback explains
-        return exit_code(print_all, argv, prog, (PermissionError,), interrupted)
+        return exit_code(print_all, argv, prog, (PermissionError,), interrupted)  # others' files
 
 
 def exit_code(main, argv: list[str], prog: str = "train.py", theirs: tuple = (), interrupted: str =
