@@ -59,7 +59,7 @@ class Config:
         [], "options that may differ from the checkpoint: seed, batch_size, data, ...", saved=False)
     seed: int = option(1337, "seed of the weights, the data order and dropout", at_least=0,
                        below=2**63, fixed="trajectory")
-    eval_only: bool = option(False, "evaluate --auto_resume, --resume or --init_from", saved=False)
+    eval_only: bool = option(False, "evaluate a checkpoint or --init_from, and exit", saved=False)
     check_checkpoints: str | None = option(
         None, "verify the checkpoints of RUN and exit", saved=False, metavar="RUN")
     verify_resume: int = option(0, "train 2 K steps, the last K again, compare every bit and exit",

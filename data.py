@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # [B, T]; [B, T + 1] if targets is None: each target is the next token
     targets: torch.Tensor | None = None  # [B, T], IGNORE for positions without a loss
-    documents: torch.Tensor | None = None  # [B, T]: their numbers in packed rows, or `boundaries`
+    documents: torch.Tensor | None = None  # [B, T]: of each token, or packing.boundaries
     source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
 
     def to(self, device: torch.device, rows: int | None = None) -> "Batch":
@@ -250,7 +250,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
         train_data = load(cfg.data, "train", "--data", cfg.seed)
         train_data.group_by_length(train_data.GROUP_STEPS, cfg.batch_size)
     cfg.vocab_size = max(cfg.vocab_size or 0, train_data.vocab_size)
-    cfg.data_mode = cfg.data_mode if train_data.mode == "stream" else train_data.mode
+    cfg.data_mode = cfg.data_mode if train_data.mode == "stream" else train_data.mode  # or auto
     cfg.max_steps = cfg.max_steps or -(-cfg.epochs * train_data.n_samples // cfg.batch_size)
     val_data = train_data if cfg.eval_only else load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
@@ -276,7 +276,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
                               "target that counts; expected a larger --eval_steps")
     elif cfg.patience:
         raise ConfigError("--patience: no validation data; name some with --val_data")
-    cfg.data_mode = train_data.mode
+    cfg.data_mode = train_data.mode  # no longer auto
     return train_data, val_data
 
 

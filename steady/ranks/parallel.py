@@ -209,7 +209,7 @@ def watch_for_waiting(model: nn.Module, clock):
     clock: () → the monitor's. A sharded model waits at each block, within forward and backward.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        # the gradient of the first parameter is the last to be ready
+        # the gradient of the first parameter is the last to be ready; a hook must return None
         first = next(p for p in model.parameters() if p.requires_grad)
         first.register_post_accumulate_grad_hook(lambda p: clock().phase("waiting") and None)
 
