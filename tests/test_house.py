@@ -98,7 +98,7 @@ LINES = {  # of code, at most: only ever lowered
     "config.py": 293,
     "steady/checkpoints": 1310,
     "steady/ranks": 1110,
-    "steady/guard": 785,
+    "steady/guard": 779,
     "steady/watch": 2310,
     "steady/tokens": 886,
     "steady/models": 1323,

@@ -129,7 +129,7 @@ def test_nothing_is_a_spike_before_enough_is_known():
     values = noise(65)
     values[63] = values[64] = 1e3
     assert not any(feed(watch, values[:64]))
-    watch.restore(None)
+    watch = spikes.Spikes(6, torch.device("cpu"))
     assert [any(feed(watch, part)) for part in (values[:63], values[62:63], values[64:])] == [
         False, False, True]
 

@@ -93,8 +93,8 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     restore_optimizers(run, checkpoint, state, moved=len(states) != shards.size)
     restore_progress(run, state)
     guard.nonfinite.copy_(state["nonfinite"])
-    if guard.spikes:
-        guard.spikes.restore(state["spikes"])
+    if guard.spikes and state["spikes"] is not None:
+        guard.spikes.window.copy_(state["spikes"])
     run.ranks.minimum(1)  # a barrier: the next save may replace the file, which is still mapped
     guard.replicas.agreed = run.progress.step
     run.dir.saved = dataclasses.replace(run.progress)

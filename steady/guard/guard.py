@@ -90,12 +90,6 @@ class Spikes:
         # the newest since `take`: standard deviations above the mean (0: no spike), loss, norm
         self.seen = deque(maxlen=1000)
 
-    def restore(self, window: Tensor | None):
-        """Go on with the window of a checkpoint, or an empty one."""
-        if window is None or window.shape != self.window.shape:
-            window = torch.full_like(self.window, torch.inf)
-        self.window = window.to(self.window, copy=True)
-
     def find(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """1.0 if the step is a spike, else 0.0, without syncing with the device.
 
