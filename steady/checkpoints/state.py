@@ -96,7 +96,7 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     if guard.spikes and state["spikes"] is not None:
         guard.spikes.window.copy_(state["spikes"])
     run.ranks.minimum(1)  # a barrier: the next save may replace the file, which is still mapped
-    guard.replicas.agreed = run.progress.step
+    guard.agreed = run.progress.step
     run.dir.saved = dataclasses.replace(run.progress)
 
 

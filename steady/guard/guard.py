@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from steady.options import Failed, due
-from steady.ranks.replicas import Replicas
+from steady.ranks.replicas import compare_replicas
 
 WINDOW = 128  # steps that a new one is compared with, at most
 NEEDED = 64  # and at least: then the standard deviation is known to 9 % (normal distribution)
@@ -23,15 +23,15 @@ class Guard:
     """Asked in every step whether to make its update, and after it whether to go on.
 
     nonfinite: skipped updates in a row, on the device. clean: the weights are those of the newest
-    step, not half updated; on CUDA once the device has come to the event `updated`.
+    step, not half updated; on CUDA once the device has come to the event `updated`. agreed: the
+    newest step known to have had equal weights on all ranks.
     """
 
     def __init__(self, cfg, ranks):
-        self.cfg, self.ranks, self.clean = cfg, ranks, True
+        self.cfg, self.ranks, self.clean, self.agreed = cfg, ranks, True, 0
         self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=ranks.device)
         self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
-        self.replicas = Replicas(ranks.shards, cfg.check_replicas_interval)
 
     def skips(self, found_inf: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Above 0 if the update is to be skipped, without syncing with the device.
@@ -54,7 +54,9 @@ class Guard:
         finite either: then no later step can be. ended: whether the run has made all steps.
         """
         cfg = self.cfg
-        self.replicas.check(step, cfg.max_steps)
+        if due(step, cfg.check_replicas_interval, cfg.max_steps):
+            compare_replicas(self.ranks.shards, step, self.agreed)
+            self.agreed = step
         at_log = due(step, cfg.log_interval, cfg.max_steps)
         count = int(self.nonfinite) if at_log or ended else 0
         many = at_log and count >= cfg.max_nonfinite

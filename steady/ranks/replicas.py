@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steady.options import Failed, due
+from steady.options import Failed
 from steady.ranks.ranks import rank_list
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -25,43 +25,37 @@ class ReplicasDiffer(Failed):
         self.agreed = agreed
 
 
-class Replicas:
-    """Checksums of this rank's weights and buffers, compared every `every` steps and at the last.
+def compare_replicas(shards, step: int, agreed: int):
+    """Compare this rank's weights and buffers with those of others. Raises ReplicasDiffer.
 
     shards: parallel.Shards; of its `size`, ranks r, r + size, r + 2 size, … hold the same rows.
     agreed: the newest step known to have had equal weights.
     """
+    if dist.is_initialized():
+        sums = checksums(list(shards.tensors.values()))
+        table = sums.new_empty(dist.get_world_size(), len(sums))
+        dist.all_gather(list(table), sums)
+        compare_checksums(np.array(table.tolist()), shards, step, agreed)
 
-    def __init__(self, shards, every: int, agreed: int = 0):
-        self.shards, self.every, self.agreed = shards, every, agreed
 
-    def check(self, step: int, last: int):
-        """Compare, if it is due; all ranks call it in every step. Raises ReplicasDiffer."""
-        if due(step, self.every, last) and dist.is_initialized():
-            sums = checksums(list(self.shards.tensors.values()))
-            table = sums.new_empty(dist.get_world_size(), len(sums))
-            dist.all_gather(list(table), sums)
-            self.compare(np.array(table.tolist()), step)
-
-    def compare(self, table: np.ndarray, step: int):
-        """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, n]."""
-        names, size = list(self.shards.tensors), self.shards.size
-        differs, in_doubt = np.zeros(table.shape, bool), False
-        for first in range(size):  # the writer of the checkpoints of these ranks
-            rows = table[first::size]
-            usual, count = Counter(map(tuple, rows)).most_common(1)[0]
-            differs[first::size] = rows != np.array(usual)
-            in_doubt |= differs[first].any() or 2 * count <= len(rows)
-        whole = [size > 1 and name in self.shards.whole for name in names]  # buffers, of rank 0
-        differs |= whole & (table != table[0])
-        odd = np.flatnonzero(differs.any(1)).tolist()
-        if odd:
-            text = (f"step {step}: the weights of {rank_list(odd)} differ from those of other "
-                    f"ranks, first in {names[differs.any(0).argmax()]}: after a backward pass "
-                    "beside run.ddp, with a buffer that each rank sets by itself, or on a faulty "
-                    f"device; they last agreed at step {self.agreed}")
-            raise ReplicasDiffer(text, self.agreed if in_doubt else None)
-        self.agreed = step
+def compare_checksums(table: np.ndarray, shards, step: int, agreed: int):
+    """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, n]."""
+    names, size = list(shards.tensors), shards.size
+    differs, in_doubt = np.zeros(table.shape, bool), False
+    for first in range(size):  # the writer of the checkpoints of these ranks
+        rows = table[first::size]
+        usual, count = Counter(map(tuple, rows)).most_common(1)[0]
+        differs[first::size] = rows != np.array(usual)
+        in_doubt |= differs[first].any() or 2 * count <= len(rows)
+    whole = [size > 1 and name in shards.whole for name in names]  # buffers, of rank 0
+    differs |= whole & (table != table[0])
+    odd = np.flatnonzero(differs.any(1)).tolist()
+    if odd:
+        text = (f"step {step}: the weights of {rank_list(odd)} differ from those of other ranks, "
+                f"first in {names[differs.any(0).argmax()]}: after a backward pass beside run.ddp, "
+                "with a buffer that each rank sets by itself, or on a faulty device; they last "
+                f"agreed at step {agreed}")
+        raise ReplicasDiffer(text, agreed if in_doubt else None)
 
 
 @torch.no_grad()

@@ -33,8 +33,8 @@ SPIKES = {  # with --skip_spikes, at each log
     "to pageable host steady/guard/guard.py take": 1,
     "synchronize steady/guard/guard.py take": 1,
 }
-REPLICAS = {"to pageable host steady/ranks/replicas.py check": 1,
-            "synchronize steady/ranks/replicas.py check": 1}
+REPLICAS = {"to pageable host steady/ranks/replicas.py compare_replicas": 1,
+            "synchronize steady/ranks/replicas.py compare_replicas": 1}
 PHASE = "synchronize steady/watch/clock.py phase"
 EVALUATION = {PHASE: 1, "to pageable host steady/models/evaluation.py row": 1,
               "synchronize steady/models/evaluation.py row": 1}
