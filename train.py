@@ -51,7 +51,7 @@ from steady.options import ConfigError, due, reading_paths
 from steady.ranks import parallel
 from steady.ranks.muon import Muon
 from steady.ranks.ranks import Ranks, from_rank0, gloo_group, meet, rank_and_world
-from steady.ranks.watchdog import Watchdog, patience
+from steady.ranks.watchdog import PATIENT, Watchdog
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -469,8 +469,7 @@ def main(argv: list[str]) -> int:
         from tools.verify import inspect
 
         return inspect(argv, cfg, main, make_optimizers)
-    rank, _, world_size, _ = rank_and_world()
-    meet(rank, world_size, patience(cfg.hang_seconds))
+    meet(PATIENT * cfg.hang_seconds or 1800)  # seconds, for all ranks to start
     run = set_up(*from_rank0(lambda: choose_run(argv)))  # rank 0 chooses for all
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:
@@ -480,7 +479,7 @@ def main(argv: list[str]) -> int:
             evaluate(run)
         return 0
     if progress.step >= run.last_step and not evaluation_due(run):
-        if rank == 0:
+        if ranks.rank == 0:
             if run_dir.lock and progress.best_step:  # the run directory is ours to repair
                 reconcile_best(progress, run_dir)
             finished = f"already finished ({progress.step} steps)"
@@ -489,7 +488,7 @@ def main(argv: list[str]) -> int:
         rundir.open_run_dir(run)
         with stop, ranks.watchdog:
             train_with_recovery(run)
-    if cfg.json and rank == 0:
+    if cfg.json and ranks.rank == 0:
         print(json.dumps(rundir.summary(run_dir.path)), flush=True)
     if run_dir.lock:
         run_dir.lock.close()

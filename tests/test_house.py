@@ -91,13 +91,13 @@ def test_imports_have_no_circles():
 
 
 LINES = {  # of code, at most: only ever lowered
-    "train.py": 544,
+    "train.py": 543,
     "model.py": 261,
     "data.py": 343,
     "monitor.py": 300,
     "config.py": 293,
     "steady/checkpoints": 1310,
-    "steady/ranks": 1104,
+    "steady/ranks": 1096,
     "steady/guard": 781,
     "steady/watch": 2310,
     "steady/tokens": 886,
@@ -123,7 +123,7 @@ def test_no_room_grows():
 
 def test_tests_do_not_grow():
     lines = sum(len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("tests/**/*.py"))
-    assert lines <= 17_928  # with benchmarks; only ever lowered
+    assert lines <= 17_925  # with benchmarks; only ever lowered
 
 
 # in lines, at most: only ever lowered

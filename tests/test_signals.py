@@ -237,7 +237,7 @@ def test_ctrl_c_ends_the_search_for_rank_0(tmp_path):
               "from steady.guard import process\n"
               "process.begin()\n"
               "from steady.ranks.ranks import meet\n"
-              "main = lambda argv: (open('begun', 'w').close(), meet(1, 2, 100))\n"
+              "main = lambda argv: (open('begun', 'w').close(), meet(100))\n"
               "process.run(main)")
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1",
              "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

@@ -20,7 +20,6 @@ from steady.checkpoints import disk
 from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress
 from steady.guard.stop import Stop
-from steady.ranks import watchdog
 from steady.ranks.replicas import ReplicasDiffer, checksums, compare_checksums
 from steady.ranks.watchdog import PATIENT, Watchdog, describe, find, table
 
@@ -122,12 +121,10 @@ def test_what_is_printed_of_a_hang():
     (8, {}, range(8), ("silent", [*range(8)])),
     (0, {3: dict(phase="data", waits=False), 4: dict(ended=True)}, (4,), ("stuck", [3])),
     (9, {}, None, ("store", []))])
-def test_what_a_rank_of_many_concludes(rank, notes, silent, expected, monkeypatch):
+def test_what_a_rank_of_many_concludes(rank, notes, silent, expected):
     """Of 16 on two hosts, waiting for 200 s and knowing these notes."""
-    monkeypatch.setattr(watchdog, "rank_and_world", lambda: (rank, rank % 8, 16, 8))
-    monkeypatch.setattr(watchdog, "shared_notes", lambda name: None)
     dog = watch(phase="waiting")
-    dog.store, dog.awake, dog.age = object(), 1000.0, 200.0
+    dog.rank, dog.store, dog.awake, dog.age = rank, object(), 1000.0, 200.0
     dog.answered = 0.0 if silent is None else 1000.0
     for each in range(16):
         heard = 1000.0 - (100.0 if each in (silent or ()) else 1.0)

@@ -87,11 +87,12 @@ groups = itertools.count()  # a second run in this process must not read the add
 FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; hangs are for the watchdog
 
 
-def meet(rank: int, world_size: int, patience: float):
+def meet(patience: float):
     """Join the process group, once all ranks have started; a lone process has none.
 
     Raises Failed after `patience` seconds, and ConfigError.
     """
+    rank, _, world_size, _ = rank_and_world()
     if world_size == 1:
         return refuse_lone_tasks()
     if dist.is_initialized():
@@ -138,14 +139,6 @@ def join(rank: int, world_size: int, patience: float) -> dist.Store:
                      f"{str(e).splitlines()[0]}") from None
     raise Failed(f"rank {rank} has waited {patience:.0f} s for {rank_list(missing)} of "
                  f"{world_size} ranks to start")
-
-
-def shared_notes(name: str) -> dist.Store:
-    """A key-value store of all ranks, readable while others are stuck or gone.
-
-    With a connection of its own, as another thread may block in the first one.
-    """
-    return dist.PrefixStore(name, stores[0].clone())
 
 
 def gloo_group(world_size: int, device: torch.device):

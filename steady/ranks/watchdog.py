@@ -16,7 +16,9 @@ import threading
 import time
 import traceback
 
-from steady.ranks.ranks import rank_and_world, rank_list, shared_notes
+import torch.distributed as dist
+
+from steady.ranks.ranks import rank_and_world, rank_list, stores
 from steady.watch.findings import duration
 from steady.watch.history import OUTSIDE_PHASES
 from steady.watch.sampler import frame_of, short, worth_naming
@@ -27,11 +29,6 @@ LAST_WORDS = 10.0  # seconds for writing files before the process ends
 MOST_ROWS = 16  # of a table of ranks
 SLOW = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.checkpoints.checkpoint",
         "torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # modules
-
-
-def patience(hang_seconds: float) -> float:
-    """Seconds that ranks wait for one another to start."""
-    return PATIENT * hang_seconds or 1800
 
 
 def start_thread(work, *args) -> threading.Thread:
@@ -57,8 +54,10 @@ class Watchdog:
         self.notes = {}  # rank → its newest note, and when it came, as "heard"
         self.answered = 0.0  # when the store did
         self.verdict = ""  # the code of a hang, and the rank to report it
-        self.store = shared_notes("watchdog") if seconds and self.world_size > 1 else None
-        if self.store:
+        self.store = None
+        if seconds and self.world_size > 1:
+            # a connection of its own, as another thread may block in the first one
+            self.store = dist.PrefixStore("watchdog", stores[0].clone())
             self.publish()
             start_thread(self.talk)
             start_thread(self.look)
