@@ -185,11 +185,8 @@ EMBEDDING_SCALE = 3.0  # of its learning rate beside Muon; measured: EXPERIMENTS
 
 
 def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
-                    parameters: dict[str, nn.Parameter] | None = None, shards=None) -> list:
-    """The optimizers of a run; together they hold every parameter exactly once.
-
-    parameters: this rank's parts of the model's parameters, in the same order.
-    """
+                    shards: parallel.Shards) -> list:
+    """The optimizers of a run; together they hold each of shards.parameters exactly once."""
     blocks, kinds = set(model.blocks.modules()), {}
     for path, module in model.named_modules():
         for name, p in module.named_parameters(path, recurse=False):
@@ -200,8 +197,7 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
                 kinds[name] = "matrix"
             else:
                 kinds[name] = "table" if table and p is not model.head.weight else "other"
-    parameters = parameters or dict(model.named_parameters())
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    trained = {name: p for name, p in shards.parameters.items() if p.requires_grad}
     matrices = [dict(params=[p for name, p in trained.items() if kinds[name] == "matrix"],
                      weight_decay=cfg.weight_decay)]
     scale = EMBEDDING_SCALE if cfg.optimizer == "muon" else 1.0
@@ -404,7 +400,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
         cfg, Progress(evaluated=what_is_evaluated(cfg, val_data)), ranks, run_dir, train_data,
         val_data, model,
         ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
-        optimizers=shards.checked(make_optimizers(model, cfg, device, shards.parameters, shards)),
+        optimizers=shards.checked(make_optimizers(model, cfg, device, shards)),
         guard=Guard(cfg, ranks),
         ema=Ema(model, shards, cfg.ema) if cfg.ema else None,
         deadline=Deadline(cfg.max_minutes) if cfg.max_minutes else None,
@@ -528,7 +524,8 @@ def train_with_recovery(run: Run):
     ranks.watchdog.ended.set()  # an upload may take hours
     if run.dir.writer:
         run.dir.writer.close(stop.asked)  # after a signal, time is short
-    stop.agree()  # together: torchrun kills the others if one leaves
+    received = -ranks.minimum(-stop.received[0])  # together: torchrun kills all if one leaves
+    stop.signal = stop.signal or received
     if ranks.rank == 0:
         early_end = opening.early_end(cfg, progress, stop.signal)
         print(*filter(None, (report, early_end)), sep="\n", flush=True)

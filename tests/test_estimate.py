@@ -24,7 +24,7 @@ def peak_of_real_tensors(cfg, accumulation) -> int:
     tokens = torch.zeros(cfg.batch_size // accumulation, cfg.seq_len, dtype=torch.long)
     with torch.profiler.profile(profile_memory=True) as profile:
         model = Transformer(cfg)
-        optimizers = make_optimizers(model, cfg, CPU)
+        optimizers = make_optimizers(model, cfg, CPU, estimate.Shards().hold(model))
         for _ in range(2):
             for _ in range(accumulation):
                 model(tokens, tokens).sum().backward()

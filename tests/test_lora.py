@@ -83,7 +83,7 @@ def test_only_adapters_are_trained_and_the_rest_is_held_in_half(tmp_path, corpus
         trained = lora.is_adapter(name)
         assert p.requires_grad == trained
         assert p.dtype == (torch.float32 if trained or p.ndim == 1 else torch.bfloat16), name
-    [optimizer] = train.make_optimizers(model, cfg, torch.device("cpu"))
+    [optimizer] = train.make_optimizers(model, cfg, torch.device("cpu"), Shards().hold(model))
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(held) == 2 * 4 * cfg.n_layer and all(p.requires_grad for p in held)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

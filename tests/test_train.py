@@ -475,7 +475,8 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
         """Weights, the optimizers' state and the norm after gradients of these scales."""
         torch.manual_seed(0)
         model, norm = train.Transformer(cfg), None
-        optimizers = train.make_optimizers(model, cfg, torch.device("cpu"))
+        optimizers = train.make_optimizers(model, cfg, torch.device("cpu"),
+                                           parallel.Shards().hold(model))
         if optimizer.startswith("an optimizer"):
             optimizers = [torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9,
                                           weight_decay=0.1)]
@@ -582,8 +583,9 @@ def test_every_parameter_has_one_optimizer_and_norms_do_not_decay(optimizer, tie
     """Beside Muon, an embedding of its own has a higher rate."""
     cfg = tiny_config(optimizer=optimizer, tie_embeddings=tied, qkv_bias=True, qk_norm=True)
     model = train.Transformer(cfg)
-    groups = [g for o in train.make_optimizers(model, cfg, torch.device("cpu"))
-              for g in o.param_groups]
+    shards = parallel.Shards().hold(model)
+    optimizers = train.make_optimizers(model, cfg, torch.device("cpu"), shards)
+    groups = [g for o in optimizers for g in o.param_groups]
     held = [id(p) for g in groups for p in g["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}

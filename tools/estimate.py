@@ -88,7 +88,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
         held = list(shards.parameters.values())
         need = dict(weights=live.bytes(), gradients=sum(p.nbytes for p in held))
         with live:
-            optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards.parameters, shards)
+            optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards)
             tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
             packed = cfg.data_mode == "packed"
             documents = trial_documents(tokens, takes_varlen(cfg, dtype)) if packed else None

@@ -71,7 +71,8 @@ def save_last_step(run):
     if not writer:
         return
     writer.hurry = True
-    sound = run.guard.clean and step and not run.ranks.watchdog.mixed
+    mixed = run.ranks.watchdog.verdict.startswith("waiting")  # sums may be of different steps
+    sound = run.guard.clean and step and not mixed
     until = time.monotonic() + 30.0  # a device may never answer
     while sound and run.guard.updated and not run.guard.updated.query():
         sound = time.monotonic() < until

@@ -58,15 +58,6 @@ class Stop:
             self.save |= save  # is still to be done
         return bool(self.signal or not together and self.received[0])
 
-    def agree(self):
-        """Wait for all ranks; then each knows of a signal to stop that any of them has received."""
-        number = torch.tensor(self.received[0])
-        if self.group:
-            if self.vote:
-                self.vote.wait()
-            dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
-        self.signal = self.signal or int(number)
-
     def __enter__(self):
         reader, self.pipe = os.pipe()
         os.set_blocking(self.pipe, False)

@@ -87,7 +87,7 @@ class Shards:
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=outside)
 
     @torch.no_grad()
-    def hold(self, model: nn.Module):
+    def hold(self, model: nn.Module) -> "Shards":
         """Name this rank's part of a finished model, in the memory of the model itself.
 
         parameters: its part of each trained one, for the optimizers; `whole_rows` is the number of
@@ -103,6 +103,7 @@ class Shards:
             part = self.parameters[name] = nn.Parameter(whole.to_local())
             part.whole_rows = len(whole)
             self.pairs.append((whole, part))
+        return self
 
     def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's part of model.state_dict(), to be read and written in place."""

@@ -74,11 +74,6 @@ class Watchdog:
     def __exit__(self, *error):
         self.ended.set()
 
-    @property
-    def mixed(self) -> bool:
-        """Whether a rank may have skipped a collective: sums may be of different steps."""
-        return self.verdict.startswith("waiting")
-
     # --- this rank ---
 
     def look(self):
