@@ -2,8 +2,8 @@
 
 import os
 import shutil
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,9 @@ class Writer:
         self.folder, self.keep, self.backup = folder, keep, backup
         self.rank, self.size, self.group, self.number = rank, size, group, number
         self.hurry = False  # after an error
-        self.buffers, self.thread, self.step = {}, None, 0
+        self.buffers, self.step = {}, 0
+        self.thread = ThreadPoolExecutor(1)
+        self.writing = self.thread.submit(int)  # starts it: later the system may have none left
         self.stream = self.copied = None  # on CUDA: for copies; the event that ends the newest
         self.failures, self.reason = 0, ""  # saves in a row that failed; the last error
         self.written = None  # the step of the newest checkpoint that this rank saw complete
@@ -59,13 +61,7 @@ class Writer:
         if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as of a batch norm:
             self.finish_copy()  # a forward pass may change them
         self.step, self.number = step, self.number + 1
-        write = partial(self.write, step, copied, self.copied, is_best)
-        try:
-            self.thread = threading.Thread(target=write)
-            self.thread.start()
-        except RuntimeError:  # the system has no thread left
-            self.thread = None
-            write()
+        self.writing = self.thread.submit(self.write, step, copied, self.copied, is_best)
 
     def copy_to_host(self, seen: dict, name: str, value):
         """A tensor's copy, in the host buffer of that name; other values as they are."""
@@ -145,8 +141,7 @@ class Writer:
 
     def wait(self):
         """Wait until the write in flight is on the disk."""
-        if self.thread:
-            self.thread.join()
+        self.writing.result()
 
     def close(self, asked=lambda: False):
         """Wait for the disk, and until `asked()` a backup. Raises Failed if the last save did."""

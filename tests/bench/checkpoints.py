@@ -49,7 +49,7 @@ def main(options) -> list[Figure]:
             run.dir.saved = ()  # write it again
             save_checkpoint(run)
             steps = [seconds(train_steps, run)]
-            while run.dir.writer.thread.is_alive():
+            while not run.dir.writer.writing.done():
                 steps.append(seconds(train_steps, run))
             beside.append(statistics.mean(steps))
         what = f"checkpoint of {name}, {file.stat().st_size / 1e9:.2f} GB"
