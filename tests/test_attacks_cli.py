@@ -367,12 +367,12 @@ def test_a_screen_without_some_characters(monkeypatch):
 
 
 @pytest.mark.parametrize("variables, said", [
-    ("WORLD_SIZE=two", "WORLD_SIZE=two in the environment: expected a number of at least 1"),
+    ("WORLD_SIZE=two", "WORLD_SIZE=two in the environment: expected a number from 1 to 65535"),
     ("RANK=-1", "RANK=-1 in the environment: expected"),
-    ("RANK=3", "RANK=3 in the environment: expected less than WORLD_SIZE, 1"),
+    ("RANK=3", "RANK=3 in the environment: expected a number from 0 to 0,"),
     ("TORCHELASTIC_RESTART_COUNT=x", "TORCHELASTIC_RESTART_COUNT=x in the environment: expected"),
     ("WORLD_SIZE=2", "WORLD_SIZE=2 in the environment, and no MASTER_ADDR"),
-    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=x", "MASTER_PORT=x in the environment")])
+    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=99999", "expected a number from 1 to 65535")])
 def test_odd_variables_of_a_cloud(refused, monkeypatch, variables, said):
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))

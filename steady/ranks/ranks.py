@@ -17,20 +17,17 @@ from steady.options import ConfigError, Failed
 
 def rank_and_world() -> tuple[int, int, int, int]:
     """(rank, local rank, world size, local world size) of torchrun. Raises ConfigError."""
-    rank, local_rank = from_environment("RANK", 0), from_environment("LOCAL_RANK", 0)
     world_size = from_environment("WORLD_SIZE", 1)
-    if rank >= world_size:
-        raise ConfigError(f"RANK={rank} in the environment: expected less than WORLD_SIZE, "
-                          f"{world_size}; unset both to train in one process")
-    return rank, local_rank, world_size, from_environment("LOCAL_WORLD_SIZE", 1)
+    return (from_environment("RANK", 0, world_size - 1), from_environment("LOCAL_RANK", 0),
+            world_size, from_environment("LOCAL_WORLD_SIZE", 1))
 
 
-def from_environment(name: str, least: int) -> int:
+def from_environment(name: str, least: int, most: int = 65535) -> int:
     """A number set by torchrun; `least` if it is not set. Raises ConfigError."""
     text = os.environ.get(name) or str(least)
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-        raise ConfigError(f"{name}={text} in the environment: expected a number of at least "
-                          f"{least}, as torchrun sets it; unset it to train in one process")
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise ConfigError(f"{name}={text} in the environment: expected a number from {least} to "
+                          f"{most}, as torchrun sets it; unset it to train in one process")
     return int(text)
 
 
