@@ -51,7 +51,7 @@ from steady.options import ConfigError, due, reading_paths
 from steady.ranks import parallel
 from steady.ranks.muon import Muon
 from steady.ranks.ranks import Ranks, from_rank0, gloo_group, meet, rank_and_world
-from steady.ranks.watchdog import PATIENT, Watchdog
+from steady.ranks.watchdog import Watchdog
 
 # --- the loop --------------------------------------------------------------------------------
 
@@ -386,6 +386,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     ranks = Ranks(rank, world_size, device, dtype, workers, shards,
                   Stop(group, rank), watchdog, micro_batch, group)
+    ranks.require_same_data(train_data, val_data)
     # the checkpoint to continue from
     run_dir = rundir.pick_checkpoint(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
@@ -465,7 +466,7 @@ def main(argv: list[str]) -> int:
         from tools.verify import inspect
 
         return inspect(argv, cfg, main, make_optimizers)
-    meet(PATIENT * cfg.hang_seconds or 1800)  # seconds, for all ranks to start
+    meet(cfg.hang_seconds)
     run = set_up(*from_rank0(lambda: choose_run(argv)))  # rank 0 chooses for all
     cfg, progress, ranks, stop, run_dir = run.cfg, run.progress, run.ranks, run.ranks.stop, run.dir
     if cfg.eval_only:

@@ -32,7 +32,7 @@ class Writer:
         self.rank, self.size, self.group, self.number = rank, size, group, number
         self.hurry = False  # after an error
         self.buffers, self.step = {}, 0
-        self.thread = ThreadPoolExecutor(1)
+        self.thread = ThreadPoolExecutor(1, "checkpoints")
         self.writing = self.thread.submit(int)  # starts it: later the system may have none left
         self.stream = self.copied = None  # on CUDA: for copies; the event that ends the newest
         self.failures, self.reason = 0, ""  # saves in a row that failed; the last error

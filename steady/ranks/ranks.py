@@ -54,6 +54,13 @@ class Ranks:
     def broadcast(self, value):
         return broadcast(value, self.group)
 
+    def require_same_data(self, *data):
+        """Raise ConfigError on a rank whose data are not rank 0's, as on a host with old files."""
+        files = [each and each.fingerprint for each in data]
+        if self.broadcast(files) != files:
+            raise ConfigError(f"--data: rank {self.rank}, on {os.uname().nodename}, has other "
+                              "files than rank 0; expected the same on all hosts")
+
     def minimum(self, number: int) -> int:
         """The smallest `number` of any rank."""
         box = torch.tensor(number)
@@ -81,15 +88,17 @@ def refuse_lone_tasks():
 
 stores = []  # that of all ranks, once they have met
 groups = itertools.count()  # a second run in this process must not read the addresses of the first
+PATIENT = 6  # times --hang_seconds: start-up, first steps, checkpoints, compilation, between steps
 FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; hangs are for the watchdog
 
 
-def meet(patience: float):
+def meet(hang_seconds: float):
     """Join the process group, once all ranks have started; a lone process has none.
 
-    Raises Failed after `patience` seconds, and ConfigError.
+    Raises Failed if that takes PATIENT times hang_seconds, and ConfigError.
     """
     rank, _, world_size, _ = rank_and_world()
+    patience = PATIENT * hang_seconds or 1800
     if world_size == 1:
         return refuse_lone_tasks()
     if dist.is_initialized():
@@ -204,9 +213,8 @@ def rank_list(ranks: list[int]) -> str:
 
 # --- errors ----------------------------------------------------------------------------------
 
-LOST_CONNECTION = re.compile(
-    "closed by peer|reset by peer|[Bb]roken pipe|remote process exited|communicator was aborted"
-)
+LOST_CONNECTION = re.compile("closed by peer|reset by peer|[Bb]roken pipe|remote process exited|"
+                             "communicator was aborted")
 
 
 def lost_connection(e: Exception) -> bool:

@@ -18,13 +18,12 @@ import traceback
 
 import torch.distributed as dist
 
-from steady.ranks.ranks import rank_and_world, rank_list, stores
+from steady.ranks.ranks import PATIENT, rank_and_world, rank_list, stores
 from steady.watch.findings import duration
 from steady.watch.history import OUTSIDE_PHASES
 from steady.watch.sampler import frame_of, short, worth_naming
 from steady.watch.sinks import alert
 
-PATIENT = 6  # times --hang_seconds: start-up, first steps, checkpoints, compilation, between steps
 LAST_WORDS = 10.0  # seconds for writing files before the process ends
 MOST_ROWS = 16  # of a table of ranks
 SLOW = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.checkpoints.checkpoint",
