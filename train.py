@@ -95,15 +95,15 @@ def train(run: "Run", batches):
 
 
 def between_steps(run: "Run"):
-    """Evaluate, save, show a sample and tidy up, each when it is due."""
+    """When due: tidy up (after a save it waits for the copy), evaluate, save, show a sample."""
     cfg, progress = run.cfg, run.progress
+    memory.clear_cache(run.ranks.device, progress.step, cfg.cache_clear_interval)
     if evaluation_due(run):
         keep_best(run, evaluate(run))
     if due(progress.step, cfg.save_interval, run.last_step) or run.ranks.stop.save:
         save(run)
     if due(progress.step, cfg.sample_interval) and progress.step < run.last_step:
         show_sample(run)  # `main` shows the last step's
-    memory.clear_cache(run.ranks.device, progress.step, cfg.cache_clear_interval)
 
 
 def learning_rate(step: int, cfg: Config) -> float:

@@ -355,8 +355,8 @@ def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, monkeypatch):
 
 
 def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatch):
-    """On CUDA the copy may still be under way when the save has returned: nothing is temporary,
-    and averages wait for it before they take the place of the weights, here for a sample."""
+    """On CUDA the copy may still be under way when the save has returned: nothing is temporary, no
+    memory is freed, and averages wait for it before they are the weights, here for a sample."""
     runs, saved, plain_set_up, plain_save = [], [], train.set_up, writer.Writer.save
     calls = []
 
@@ -376,7 +376,7 @@ def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatc
 
     monkeypatch.setattr(train, "set_up", lambda *a: runs.append(plain_set_up(*a)) or runs[-1])
     monkeypatch.setattr(writer.Writer, "save", save)
-    for owner, name in ((writer.Writer, "finish_copy"), (Ema, "exchange")):
+    for owner, name in ((writer.Writer, "finish_copy"), (Ema, "exchange"), (memory, "clear_cache")):
         plain = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, plain=plain, name=name: (
             calls.append(name), plain(*args))[1])
