@@ -177,10 +177,10 @@ class Monitor:
         if not self.sinks:
             return ""
         accounted_s = proc.process_age_seconds()
+        self.clock.is_cpu, self.clock.events = True, None  # a device that has failed would raise
         self.clock.phase("logging")  # for a watchdog: an upload takes its time
         self.safely(self.check)
-        # of the time after the last log
-        self.write(self.newest_step, {"seconds": dict(self.clock.seconds)})
+        self.write(self.newest_step, {"seconds": dict(self.clock.seconds)})  # since the last log
         self.clock.take(1)  # if it is closed again
         self.sinks.close()
         return self.safely(lambda: report_text(report(self.out_dir))) or ""

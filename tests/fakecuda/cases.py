@@ -3,6 +3,7 @@
 What a step does not copy and wait for is compared exactly, so a new `.item()` in the loop fails.
 """
 
+import ctypes
 import importlib
 import json
 import re
@@ -12,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TINY, column, processes, python
+from conftest import TINY, after_updates, column, processes, python, rows
 from fakecuda.watch import COUNTERS, watch
 
 SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--num_workers", "0",
@@ -47,12 +48,6 @@ COPIED = "to host steady/checkpoints/writer.py copy_to_host"
 # memory, in the stream of its kernels: nothing waits for it.
 OFFSETS = ("from host steady/ranks/parallel.py norms",
            "from host steady/checkpoints/writer.py save")
-
-
-def without(counts: dict, known: dict) -> dict:
-    """counts, which hold all that is known, less it."""
-    assert {name: counts.get(name) for name in known} == known
-    return {name: n for name, n in counts.items() if name not in known}
 
 
 @pytest.fixture
@@ -103,15 +98,15 @@ def total(*parts: dict) -> dict:
     return {name: sum(part.get(name, 0) for part in parts) for name in names}
 
 
-def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1):
+def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1, more=LOG):
     """Ordinary steps copy their batches, each of so many tensors, from page-locked memory; a log
-    adds LOG. One micro-batch is read ahead, in the first step; the last one also ends the run."""
+    adds more. One micro-batch is read ahead, in the first step; the last one also ends the run."""
     last = max(steps)
     for step, counts in steps.items():
         if step in (0, last):
             continue
         expected = {BATCH: tensors * (micro_batches + (step == 1))}
-        read = total(LOG if step in logs else {}, GUARD if step in logs and step > 1 else {})
+        read = total(more if step in logs else {}, GUARD if step in logs and step > 1 else {})
         assert transfers(counts) == total(expected, read), step
         assert not counts.get("frees") or step == 1, step
 
@@ -134,11 +129,8 @@ def check(steps: dict, logs: list[int], micro_batches: int = 1, tensors: int = 1
 ], ids=" ".join)
 def test_an_ordinary_step_waits_for_nothing(go, flags):
     _, steps = go(*flags)
-    logs = [1, 4, 8]
-    for step in logs if "--skip_spikes" in flags else ():
-        steps[step] = without(steps[step], SPIKES)
     micro_batches = 4 if "--micro_batch_size" in flags else 8 if "low_memory" in flags else 1
-    check(steps, logs, micro_batches)
+    check(steps, [1, 4, 8], micro_batches, more=LOG | SPIKES if "--skip_spikes" in flags else LOG)
     assert sorted(steps) == list(range(13))
 
 
@@ -376,6 +368,14 @@ def test_out_of_memory(go, corpus):
     assert "out of memory: " in printed and "try --micro_batch_size 32" in printed
     printed, _ = go(*big, "--micro_batch_size", "auto", memory=10**9, expect=0)
     assert 1 < int(re.search(r"micro-batches of (\d+)", printed)[1]) < 64
+
+
+def test_a_device_that_fails(go, tmp_path):
+    """Every call raises from then on; the monitor ends the files of the run all the same."""
+    printed, _ = go("--out_dir", tmp_path / "r", expect=1, hook=lambda: after_updates(
+        lambda run: run.progress.step == 7 and ctypes.CDLL(None).fake_fail(710)))
+    assert "failed: AcceleratorError: CUDA error" in printed and printed.count("Traceback") == 1
+    assert "seconds" in rows(tmp_path / "r")[-1]
 
 
 def no_comparison():

@@ -24,6 +24,13 @@ static size_t device_end, host_end;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct block { void *start; size_t size; struct block *next; } *blocks;
 
+static int failure; /* of the device: what each call that it has to answer returns */
+void fake_fail(int error) { failure = error; }
+cudaError_t cudaGetLastError(void) { return failure; }
+cudaError_t cudaPeekAtLastError(void) { return failure; }
+cudaError_t cudaEventQuery(cudaEvent_t e) { return failure; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return failure; }
+
 void fake_listen(void (*f)(const char *, size_t)) { listener = f; }
 void fake_set_memory(size_t bytes) { total = bytes; }
 size_t fake_launches(void) { return launches; }
@@ -103,6 +110,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
 static struct { const void *at; size_t size, launches; char bytes[4096]; } newest[16];
 static cudaError_t copy(void *to, const void *from, size_t size) {
   static int next;
+  if (failure) return failure;
   if (on_device(to) && on_device(from)) return cudaSuccess;
   if (on_device(to)) {
     tell(pinned(from) ? "from host" : "from pageable host", size);
@@ -140,9 +148,9 @@ cudaError_t cudaGetSymbolAddress(void **out, const void *symbol) {
 }
 
 /* synchronization */
-cudaError_t cudaDeviceSynchronize(void) { tell("synchronize", 0); return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t s) { tell("synchronize", 0); return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t e) { tell("synchronize", 0); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) { tell("synchronize", 0); return failure; }
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { tell("synchronize", 0); return failure; }
+cudaError_t cudaEventSynchronize(cudaEvent_t e) { tell("synchronize", 0); return failure; }
 
 /* kernels */
 static struct { const char *word; size_t launches; int n; const void *kernels[4096]; } named[] = {
@@ -154,6 +162,7 @@ void __cudaRegisterFunction(void **binary, const char *f, char *g, const char *n
     if (strstr(name, named[i].word) && named[i].n < 4096) named[i].kernels[named[i].n++] = f;
 }
 static cudaError_t launch(const void *f) {
+  if (failure) return failure;
   launches++;
   for (int i = 0; i < 2; i++)
     for (int k = 0; k < named[i].n; k++) named[i].launches += named[i].kernels[k] == f;
