@@ -626,8 +626,11 @@ def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypat
 @pytest.mark.parametrize("error, code, said", [
     (ValueError("bad luck"), 1, "failed: ValueError: bad luck"),
     (KeyboardInterrupt(), 130, "interrupted"),
+    (type("InductorError", (Exception,), dict(__module__="torch._inductor.exc"))("no gcc"), 1,
+     "failed: InductorError (--no_compile trains without it): no gcc"),
     (torch.OutOfMemoryError("Tried to allocate 20.00 GiB."), 1,
-     "out of memory: Tried to allocate 20.00 GiB; try --micro_batch_size 4; the")])
+     "out of memory: Tried to allocate 20.00 GiB; try --micro_batch_size 4; the"),
+    (RuntimeError("CUDA error: out of memory\nSearch for"), 1, "CUDA error: out of memory; try -")])
 def test_an_exception_saves_the_last_step(run, tmp_path, monkeypatch, finished, error, code, said):
     with monkeypatch.context() as patch:
         at_step(5, raising(error), patch.setattr)

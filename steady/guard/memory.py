@@ -119,8 +119,9 @@ def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it comes from CUDA's allocator or, as a plain RuntimeError, from the CPU's."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether torch's allocator, the CPU's, CUDA (for a kernel's code) or cuBLAS raises it."""
+    plain = "can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED"  # as RuntimeErrors
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in plain)
 
 
 def memory_advice(ranks, batch_size: int, error: BaseException) -> str:

@@ -125,6 +125,8 @@ def exit_code(main, argv: list[str], prog: str = "train.py", theirs: tuple = (),
     except Exception as e:
         lost = several_ranks() and lost_connection(e)
         kind = "another rank is gone" if lost else type(e).__name__
+        if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):  # without gcc
+            kind += " (--no_compile trains without it)"
         print(f"{prog}: failed: {kind}: {str(e).splitlines()[0] if lost else e}", file=sys.stderr)
         if not lost:
             traceback.print_exc()

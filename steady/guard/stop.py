@@ -21,16 +21,13 @@ class Stop:
     def __init__(self, group=None, rank: int = 0):
         """group: of gloo, with all ranks; None for a single one."""
         self.signal, self.save = 0, False  # agreed by all ranks
-        self.received = [0, 0]  # by this rank: the signal to stop for, whether to save
+        self.received = [0, 0]  # by this rank: the signal to stop for, the one to save for
         self.group, self.rank, self.votes, self.vote = group, rank, None, None
         self.phase = lambda name: name  # or the monitor's, to time the wait for other ranks
         self.before = {}  # signal number → the handler that ours replaces
 
     def handle(self, number: int, frame):
-        if number == signal.SIGUSR1:
-            self.received[1] = 1
-        else:
-            self.received[0] = number
+        self.received[number == signal.SIGUSR1] = number
 
     def requested(self) -> bool:
         """Whether to stop before the next step; called before each, on every rank."""
