@@ -1,7 +1,7 @@
 """On one GPU: a programme of four parts, each under 9 minutes.
 
     python -m tests.bench gpu --part 1    checks, numbers, MFU, profiles, memory: begin with this
-    python -m tests.bench gpu --part 2    against nanoGPT (STEADY_NANOGPT=DIR) and transformers
+    python -m tests.bench gpu --part 2    nanoGPT (STEADY_NANOGPT=DIR), transformers, determinism
     python -m tests.bench gpu --part 3    saves, kills, resume, memory that runs out
     python -m tests.bench gpu --part 4    the monitor's cost, planted slow-downs, other choices
 
@@ -57,7 +57,8 @@ from tools import estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 500  # seconds of a part
-MOST = {"checks": 150, "peers": 480, "stopped": 240, "saves": 200, "monitor": 200}  # others: 120
+MOST = {"checks": 150, "peers": 480, "deterministic": 300, "stopped": 240, "saves": 200,
+        "monitor": 200}  # others: 120
 GPT2 = ["--model", "gpt2-124m", "--vocab_size", "50257"]
 LARGE = ["--model", "1b", "--vocab_size", "50257"]
 TINY = ["--n_layer", "2", "--n_head", "2", "--n_kv_head", "2", "--d_model", "64", "--d_ff", "128",
@@ -78,11 +79,6 @@ def warm_run(flags: list[str], mode: str | None = None) -> train.Run:
         run.model.compile(mode=mode)
     train_steps(run, 5)
     return run
-
-
-def step_seconds(run: train.Run, steps: int) -> float:
-    """The median of three blocks."""
-    return statistics.median(seconds(train_steps, run, steps) for _ in range(3)) / steps
 
 
 def program(*flags: str, folder: str, command=(ROOT / "train.py",)) -> tuple[int, str, float]:
@@ -168,7 +164,8 @@ def profile(run: train.Run, steps: int) -> str:
 def mfu(device: torch.device, tiny: bool, flags: list[str], aim: str = ""):
     run = warm_run(TINY if tiny else flags)
     cfg, (known, source) = run.cfg, peak(device, tiny)
-    took, tokens = step_seconds(run, 2 if tiny else 20), cfg.batch_size * cfg.seq_len
+    steps, tokens = 2 if tiny else 20, cfg.batch_size * cfg.seq_len
+    took = statistics.median(seconds(train_steps, run, steps) for _ in range(3)) / steps
     flops = flops_per_token(run.model, cfg) * tokens
     allocated = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
     what = f"{flags[1]}, {cfg.optimizer}, {'compiled' if cfg.compile else 'eager'}"
@@ -373,12 +370,12 @@ PROGRAMME = {  # in each part the most important first, in case the time runs ou
         "gpt2-124m, muon": partial(mfu, flags=[*COMPILED, "--optimizer", "muon"]),
         "sample": sampled,
     },
-    2: {"peers": peers},
+    2: {"peers": peers, "deterministic": partial(choices, name="deterministic")},
     3: {"stopped": stopped, "memory runs out": too_little_memory, "saves": saves},
     4: {
         "monitor": monitors,
         **{f"plant: {name}": partial(plant, name=name) for name in PLANTS},
-        **{name: partial(choices, name=name) for name in CHOICES}},
+        **{name: partial(choices, name=name) for name in ("CUDA graphs", "attention")}},
 }
 STEPS = {name: step for part in PROGRAMME.values() for name, step in part.items()}
 
