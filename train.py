@@ -95,7 +95,7 @@ def train(run: "Run", batches):
 
 
 def between_steps(run: "Run"):
-    """When due: tidy up (after a save it waits for the copy), evaluate, save, show a sample."""
+    """Clear the cache (after a save it waits for the copy), evaluate, save, sample: if due."""
     cfg, progress = run.cfg, run.progress
     memory.clear_cache(run.ranks.device, progress.step, cfg.cache_clear_interval)
     if evaluation_due(run):
