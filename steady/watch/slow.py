@@ -131,7 +131,7 @@ def advice_for(place: str, sources: dict[str, str]) -> str:
 
 def take_rank(left: Left, mean: dict, rows: list[dict]):
     """Take the wait for a rank that is slower than the others all the time."""
-    ratio = float(np.median([row.get("perf/slowest_rank_ratio", 1.0) for row in rows]))
+    ratio = mean.get("perf/slowest_rank_ratio", 1.0)
     rank, phase, share = slowest_rank(rows)
     if ratio > SLOWER_RANK and share > 0.7:
         own = mean["perf/step_ms"] - left.ms["waiting"]
