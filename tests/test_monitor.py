@@ -20,9 +20,8 @@ from steady.watch import machine, proc, sampler
 from steady.watch import sinks as telemetry
 from steady.watch.clock import DeviceTimes
 from steady.watch.gather import slowest_rank
-from steady.watch.history import read_rows
+from steady.watch.history import OWN_PHASES, read_rows
 from steady.watch.report import report, report_text
-from steady.watch.slower import OWN_PHASES
 from steady.watch.trends import Spikes
 
 CPU = torch.device("cpu")

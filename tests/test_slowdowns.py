@@ -16,9 +16,8 @@ import train
 from steady.checkpoints import writer
 from steady.watch import machine, slower
 from steady.watch import sinks as telemetry
-from steady.watch.history import OUTSIDE_PHASES
+from steady.watch.history import OUTSIDE_PHASES, OWN_PHASES
 from steady.watch.report import report
-from steady.watch.slower import OWN_PHASES
 from tools.report import main
 
 

@@ -6,8 +6,7 @@ from collections import defaultdict, deque
 
 import torch
 
-from steady.watch.history import OUTSIDE_PHASES, PHASES, STEP_PHASES
-from steady.watch.slower import OWN_PHASES
+from steady.watch.history import OUTSIDE_PHASES, OWN_PHASES, PHASES, STEP_PHASES
 
 WINDOW = 100  # newest steps, at most, for the median and the 95th percentile
 

@@ -16,6 +16,7 @@ import numpy as np
 LOGS = 512
 TAIL_BYTES = 1 << 20  # of a metrics.jsonl read on a resume: 512 logs of 1 to 2 kB
 STEP_PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
+OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")  # a rank's own work
 OUTSIDE_PHASES = ("logging", "evaluation", "checkpoint")  # between steps
 PHASES = STEP_PHASES + OUTSIDE_PHASES
 COMPUTE = ("forward", "backward", "optimizer")

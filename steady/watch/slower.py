@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from steady.watch.findings import OF_MACHINE, Finding
-from steady.watch.history import COMPUTE, OUTSIDE_PHASES, STEP_PHASES, History
+from steady.watch.history import COMPUTE, OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES, History
 from steady.watch.lines import longer_lines, parts_of
 
 COMMON = "all phases"
-OWN_PHASES = tuple(name for name in STEP_PHASES if name != "waiting")
 STEP_COLUMNS = [f"perf/{name}_ms" for name in ("step", *STEP_PHASES)]
 # ends of the names of measurements; the rest are counts and sizes
 MEASURED = ("_ms", "_us", "_median", "_ratio", "_fraction", "_mhz", "_celsius", "_watts", "work")
