@@ -446,10 +446,11 @@ def test_runs_that_were_healthy_before_something_was_planted_get_none():
         assert slow(History(before)) == [], run["number"]
 
 
-def test_a_slow_data_set_in_the_training_process_names_its_line():
-    place = "my_data.py:6 augment < data.py:132 batch"
-    found = parts_of(rows_of({"data": 14.0}, {"data": {place: 10, "data.py:9 batch": 1}}),
-                     {"my_data.py:6": "time.sleep(0.01)"})
+@pytest.mark.parametrize("every, logs", [(20, 6), (1, 100)])
+def test_a_slow_data_set_in_the_training_process_names_its_line(every, logs):
+    looks = {"data": {"my_data.py:6 augment < data.py:132 batch": 10, "data.py:9 batch": 1}}
+    rows = rows_of({"data": 14.0}, looks, logs, every)
+    found = parts_of(rows, {"my_data.py:6": "time.sleep(0.01)"})
     line = found["line"]
     assert line.line == "my_data.py:6 augment" and value(line, "source") == "time.sleep(0.01)"
     assert line.ms == pytest.approx(14.0 * 10 / 11)

@@ -15,7 +15,7 @@ from steady.watch.history import COMPUTE, OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import by_function, parts_of
 from steady.watch.slower import WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
 
-LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 64
+LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 128
 LEAST_LOOKS = 40  # of the sampler, to name lines
 WORTH_REPORTING = 0.1  # of a step, in all
 WORTH_NAMING = 0.05  # of a step
