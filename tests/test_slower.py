@@ -450,8 +450,7 @@ def test_runs_that_were_healthy_before_something_was_planted_get_none():
 def test_a_slow_data_set_in_the_training_process_names_its_line(every, logs):
     looks = {"data": {"my_data.py:6 augment < data.py:132 batch": 10, "data.py:9 batch": 1}}
     rows = rows_of({"data": 14.0}, looks, logs, every)
-    found = parts_of(rows, {"my_data.py:6": "time.sleep(0.01)"})
-    line = found["line"]
+    line = parts_of(rows, {"my_data.py:6": "time.sleep(0.01)"})["line"]
     assert line.line == "my_data.py:6 augment" and value(line, "source") == "time.sleep(0.01)"
     assert line.ms == pytest.approx(14.0 * 10 / 11)
 
@@ -552,6 +551,7 @@ assert counts[-1]["perf/eager_functions"] == 1, counts[-1]
     ({"logging": 10.0}, {}, "logging", 9.0),
     ({"waiting": 12.0}, {"perf/slowest_rank": 3, "perf/slowest_rank_ratio": 1.5,
                          "perf/slowest_rank_phase": 1}, "slow rank", 12.0),
+    ({"data": 14.0}, {"perf/step_ms_p95": 40.0}, "data", 14.0),  # of 39: each step waits
     ({"data": 14.0}, {"perf/step_ms_median": 25.0, "perf/step_ms_p95": 60.0}, "data", 14.0),
     ({"data": 14.0}, {"perf/step_ms_median": 25.0, "perf/step_ms_p95": 26.0}, "rare data", 14.0)])
 def test_causes_that_are_columns(ms, columns, code, gain):

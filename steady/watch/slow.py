@@ -71,7 +71,7 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     take_rank(left, mean, rows)
     if left.ms["data"] > STARVED * step:
         p95 = np.median([row.get("perf/step_ms_p95", math.inf) for row in rows])
-        rare = p95 - mean["perf/step_ms_median"] < 0.5 * left.ms["data"]
+        rare = p95 < mean["perf/step_ms"] - 0.5 * left.ms["data"]  # most steps do not wait
         left.take("rare data" if rare else "data", left.ms["data"], ["data"])
     for code, column in WAITS.items():
         waited = float(np.quantile([row.get(column, 0.0) for row in rows], ALWAYS))
