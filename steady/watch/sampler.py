@@ -189,11 +189,11 @@ class Tracer:
 
     def __init__(self, out_dir: Path, device: torch.device, at: int = 0):
         self.folder, self.device, self.at = out_dir / "traces", device, at
-        self.profiler, self.wanted, self.row = None, False, {}
+        self.profiler, self.row = None, {}
         self.before = take_signal(signal.SIGUSR2, self.want)
 
     def want(self, *_):
-        self.wanted = True
+        self.at = 1  # from the next step on
 
     def step(self, step: int):
         """Begin or end a trace."""
@@ -202,8 +202,7 @@ class Tracer:
             if step == self.first + TRACED_STEPS - 1:
                 self.end(step)
         # a fork may profile by itself; torch does not promise this name
-        elif ((self.wanted or 0 < self.at <= step + 1)
-              and not getattr(torch.autograd, "_profiler_enabled", bool)()):
+        elif 0 < self.at <= step + 1 and not getattr(torch.autograd, "_profiler_enabled", bool)():
             from torch.profiler import ProfilerActivity, profile
 
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
@@ -215,7 +214,6 @@ class Tracer:
             self.profiler, self.first = profile(activities=activities), step + 1
             self.profiler.start()
             self.at = 0
-        self.wanted = False
 
     def stop(self):
         self.profiler.stop()
