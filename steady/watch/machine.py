@@ -61,8 +61,7 @@ class Machine:
 
     def __init__(self, device: torch.device, step: int, out_dir: Path):
         """Counts from here, after this step."""
-        self.out_dir, self.limited = out_dir, False
-        self.device, self.probe = device, Probe(device)
+        self.device, self.out_dir, self.probe = device, out_dir, Probe(device)
         self.read_step, self.slow_read = step, (-math.inf, step, counters(), threads())
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
         gc.callbacks.append(self.on_gc)
@@ -95,8 +94,8 @@ class Machine:
         row |= {f"machine/{name}": ms / (step - before) for name, ms in own_stalls(moved).items()}
         row |= busiest(ran, now, step - before)
         row |= self.probe.read() | read_resources(self.device, self.out_dir)
-        if "memory/threads" in row and not self.limited:  # now that the loader's processes run
-            self.limited, row["about"] = True, limits(row, self.device)
+        if then == -math.inf:  # the first, now that the loader's processes run
+            row["about"] = limits(row, self.device)
         self.slow_read = time.perf_counter(), step, new, now
         return row
 
