@@ -101,7 +101,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/guard": 773,
     "steady/watch": 2305,
     "steady/tokens": 886,
-    "steady/models": 1323,
+    "steady/models": 1312,
     "steady": 379,
     "tools": 2170,
 }

@@ -380,7 +380,7 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
             lora.save(out, pairs, cfg, dtype)
         else:
             if is_foreign:
-                model.save(out, dtype)
+                model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")
             else:
                 huggingface.save_weights(weights, cfg, out, dtype)
             huggingface.save_config(cfg, folder, out, dtype, ends)

@@ -93,7 +93,3 @@ class HFModel(nn.Module):
             pad_token_id=stop[0] if stop else 0, **how)
         self.train(was_training)
         return torch.cat((unseen, tokens), dim=1)
-
-    def save(self, out: Path, dtype: torch.dtype):
-        """Write it as transformers does, without a generation_config.json of its own."""
-        self.module.to(dtype).save_pretrained(out, max_shard_size="5GB")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from steady.models import lora
 from steady.models.hub import fetch_files, reason, shorten, tensors_of, weight_files
@@ -222,7 +222,9 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
         begin, end, _ = place.indices(n)
         expected = [end - begin, *shapes[ours].shape[1:]]
         if cfg.resize_embeddings and theirs in (EMBEDDING, HEAD):
-            rows, shape = with_mean_rows(rows[:], expected[0]), expected
+            rows, shape = rows[:], expected
+            mean = rows.float().mean(0, keepdim=True).to(rows.dtype)  # for the rows to add
+            rows = torch.cat((rows, mean.expand(expected[0] - len(rows), -1)))
         if shape != expected:
             raise ConfigError(f"{folder}: {theirs} is {shape}; expected {expected}")
         mine = shards.rows(n)
@@ -231,12 +233,6 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
             part = held[ours][first - mine.start : last - mine.start]
             part.copy_(rows[first - begin : last - begin])
     merge_adapters(model, name, shards)
-
-
-def with_mean_rows(tensor: Tensor, n: int) -> Tensor:
-    """n rows: the tensor's own, then copies of their mean."""
-    mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
-    return torch.cat((tensor, mean.expand(n - len(tensor), -1)))
 
 
 # --- export ----------------------------------------------------------------------------------

@@ -79,11 +79,8 @@ def init_weights(model: nn.Module):
 
 def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors to save in a checkpoint: the adapters', if the model has any, else all."""
-    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
-
-
-def is_adapter(name: str) -> bool:
-    return name.endswith((".lora.A", ".lora.B"))
+    ends = ".lora.A", ".lora.B"
+    return {name: tensor for name, tensor in tensors.items() if name.endswith(ends)} or tensors
 
 
 def alpha_of(cfg) -> float:
