@@ -31,7 +31,6 @@ def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[
     """(ids, mask) of each document that prepare makes of the records."""
     encoder = Encoder(None, prepare.Options(val_fraction=0))
     encoder.tokenizer, encoder.end = tokenizer, tokenizer.eos_token_id
-    encoder.vocab_size = len(tokenizer)
     data = [json.dumps(record).encode() if as_json else record for record in records]
     found = encoder[[("a", i, record) for i, record in enumerate(data, 1)]]
     if isinstance(found, ConfigError):

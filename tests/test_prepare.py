@@ -247,9 +247,8 @@ def save_as(kind, folder, columns):
     elif kind == "saved":
         datasets.DatasetDict(train=rows, other=rows.take(1)).save_to_disk(path)
     elif kind == "arrow":
-        rows.save_to_disk(folder / "arrow")
-        (folder / "arrow/state.json").unlink()
-        return folder / "arrow"
+        rows.save_to_disk(path)
+        (path / "state.json").unlink()
     elif kind == "hub":
         (folder / "hub").mkdir()
         rows.to_parquet(folder / "hub/train.parquet")
@@ -298,6 +297,8 @@ def test_columns_of_other_types_and_chats(tmp_path, made, chats, kind):
     text = AutoTokenizer.from_pretrained(chats).decode(ids)
     assert (ids, mask) == other and text.startswith("[user]sat?[assistant]on a mat")
     assert 0 < sum(mask) < len(mask)
+    rated = save_as(kind, tmp_path / "o", dict(prompt=["a"], completion=["b"], label=[False]))
+    assert "label false: a rejected completion" in made(rated, expect=2)
 
 
 def test_which_data_set_of_the_hub_is_asked_for(tmp_path, made, monkeypatch):

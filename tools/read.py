@@ -29,7 +29,7 @@ COMPRESSED = (".gz", ".zst")  # a second suffix
 UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 HUB = "hf:"  # begins the name of a data set on the hub
 RECORDS = {  # keys that hold a document: optional keys read with them
-    ("prompt", "completion"): ("tools", "system"),
+    ("prompt", "completion"): ("tools", "system", "label"),
     ("messages",): ("tools", "system"),
     ("conversations",): ("tools", "system"),
     ("instruction", "output"): ("input", "system")}
