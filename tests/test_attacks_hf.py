@@ -180,7 +180,7 @@ def test_answers_begin_with_their_space(monkeypatch, tool, tmp_path):
     built.decoder = decoders.Metaspace(prepend_scheme="always")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
     model = torch.nn.Module()
-    model.cfg = SimpleNamespace(max_position=64, vocab_size=len(words))
+    model.cfg = SimpleNamespace(seq_len=64, vocab_size=len(words))
     monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
     monkeypatch.setattr(generation, "generate", generate)
     assert tool(generation.main, "generate", tmp_path, "--prompt", "the").out == "the cats sat\n"
@@ -201,7 +201,7 @@ def test_no_letter_of_an_answer_is_lost_to_a_cleanup(monkeypatch, tool, tmp_path
             on_token(torch.tensor([token]))
 
     model = torch.nn.Module()
-    model.cfg = SimpleNamespace(max_position=64, vocab_size=len(words))
+    model.cfg = SimpleNamespace(seq_len=64, vocab_size=len(words))
     monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
     monkeypatch.setattr(generation, "generate", generate)
     told = tool(generation.main, "generate", tmp_path, "--prompt", "they").out

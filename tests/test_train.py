@@ -715,7 +715,7 @@ def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, tool
     monkeypatch.chdir(tmp_path)
     shown = tool(prepare.main, "show", "r", 61).out
     assert shown.count("--- sample") == 8 and "--- sample 480: corpus0" in shown and "+" in shown
-    assert "expected 1 or more" in tool(prepare.main, "show", "r", 0, expect=2).err
+    assert "show RUN_DIR STEP, from 1" in tool(prepare.main, "show", "r", 0, expect=2).err
 
 
 def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_path,

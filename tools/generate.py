@@ -118,8 +118,7 @@ class Writer:
         self.model, self.tokenizer, folder = open_model(source, options.trust_remote_code)
         self.tokenizer.clean_up_tokenization_spaces = False  # it would change text once printed
         self.model.to(self.device).eval()
-        ours = isinstance(self.model, Transformer)
-        self.context = self.model.cfg.seq_len if ours else self.model.cfg.max_position  # in tokens
+        self.context = self.model.cfg.seq_len  # in tokens
         self.stop = tuple(ends_of(self.tokenizer, folder))
         self.sampling = SAMPLING | usual_sampling(folder) | {
             name: x for name, x in vars(options).items() if name in SAMPLING and x is not None}
@@ -258,12 +257,12 @@ def evaluate(source: Path, options: EvalOptions) -> str:
     return json.dumps(results["results"]) if options.json else make_table(results)
 
 
-def ends_of(tokenizer, folder: Path | None) -> list[int]:
-    """All ids that end an answer: of the tokenizer, its chat template and the model's files."""
+def ends_of(tokenizer, folder: Path | None, of_data: int | None = None) -> list[int]:
+    """All ids that end a text: of its data, tokenizer, chat template and the model's files."""
     ends = tokenizers.end_of_text_ids(folder) if folder else []
     if tokenizer:
         ends = [tokenizer.eos_token_id, *ends, end_of_turn(tokenizer)]
-    return list(dict.fromkeys(i for i in ends if i is not None))
+    return list(dict.fromkeys(i for i in (of_data, *ends) if i is not None))
 
 
 def usual_sampling(folder: Path | None) -> dict[str, float]:
@@ -362,8 +361,7 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
         if not tensor.to(dtype).isfinite().all():
             raise ConfigError(f"{checkpoint}: non-finite weights in {name}, as {dtype}")
     folder, tokenizer = source_folder(cfg), tokenizer_of(state, checkpoint.run_dir)
-    ends = dict.fromkeys([state.get("end_of_text"), *ends_of(tokenizer, folder)])
-    ends = [i for i in ends if i is not None and i < cfg.vocab_size]
+    ends = [i for i in ends_of(tokenizer, folder, state.get("end_of_text")) if i < cfg.vocab_size]
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not tokenizer:

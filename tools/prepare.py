@@ -249,8 +249,8 @@ def main(argv: list[str]) -> int:
 
 def prepare_or_show(argv: list[str]):
     if argv[:1] == ["show"] and not {"-h", "--help"} & {*argv}:
-        if len(argv) != 3 or not argv[2].isdecimal():
-            raise ConfigError("expected: data.py show DIR N, or data.py show RUN_DIR STEP")
+        if len(argv) != 3 or not re.fullmatch("0*[1-9][0-9]{0,11}", argv[2]):
+            raise ConfigError("expected: data.py show DIR N, or data.py show RUN_DIR STEP, from 1")
         from tools.show import show
 
         show(argv[1], int(argv[2]))
