@@ -100,7 +100,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/ranks": 1096,
     "steady/guard": 773,
     "steady/watch": 2305,
-    "steady/tokens": 886,
+    "steady/tokens": 881,
     "steady/models": 1312,
     "steady": 379,
     "tools": 2168,

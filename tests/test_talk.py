@@ -122,7 +122,7 @@ def talk(monkeypatch, tool):
 
     def talk(folder, *lines, flags=(), answer="Hi 猫."):
         prompts, rest = [], iter(lines)
-        tokenizer = generation.tokenizers.load_tokenizer(str(folder), needs_end=False)
+        tokenizer = generation.tokenizers.load_tokenizer(str(folder))
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
 
         def generate(model, tokens, max_new_tokens, *, on_token, **how):

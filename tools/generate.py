@@ -291,7 +291,7 @@ def open_model(source: Path, trust_remote_code: bool = False):
         cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
         state, cfg = None, huggingface.config_from_hf(cfg)
         folder = str(huggingface.tokenizer_folder(str(source)))
-        tokenizer = tokenizers.load_tokenizer(folder, needs_end=False)
+        tokenizer = tokenizers.load_tokenizer(folder)
     else:
         checkpoint, state, cfg = open_checkpoint(source, trust_remote_code)
         if not (tokenizer := tokenizer_of(state, checkpoint.run_dir)):
@@ -326,7 +326,7 @@ def tokenizer_of(state: dict, run_dir: Path | None):
         return tokenizers.byte_tokenizer()
     if not run_dir or not (run_dir / "tokenizer").is_dir():
         return None
-    return tokenizers.load_tokenizer(str(run_dir / "tokenizer"), needs_end=False)
+    return tokenizers.load_tokenizer(str(run_dir / "tokenizer"))
 
 
 def build(cfg: Config, state: dict | None = None):

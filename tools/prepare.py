@@ -81,6 +81,8 @@ class Encoder:
             if not self.tokenizer.is_fast:
                 raise ConfigError("--tokenizer: expected one with a tokenizer.json")
             self.end = self.tokenizer.eos_token_id
+            if self.end is None:
+                raise ConfigError("--tokenizer: has no end-of-text (eos_token)")
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             tokenize = self.tokenizer.tokenize
             self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))

@@ -161,7 +161,7 @@ def check_tokenizer(name: str, data):
 def vocabulary(folder: Path) -> dict[str, int]:
     """{} without a tokenizer. Raises ConfigError if it cannot be read."""
     files = [*folder.glob("tokenizer.*"), *folder.glob("vocab.*"), *folder.glob("*.model")]
-    return load_tokenizer(str(folder), needs_end=False).get_vocab() if files else {}
+    return load_tokenizer(str(folder)).get_vocab() if files else {}
 
 
 # --- weights ---------------------------------------------------------------------------------

@@ -15,11 +15,8 @@ SETTINGS = "tokenizer_config.json"
 OWN = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")  # of a tokenizer
 
 
-def load_tokenizer(name: str, needs_end: bool = True):
-    """The tokenizer of transformers in a folder. Raises ConfigError.
-
-    needs_end: refuse one without an end-of-text.
-    """
+def load_tokenizer(name: str):
+    """The tokenizer of transformers in a folder. Raises ConfigError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # a class of its own, as Qwen2's, may encode otherwise than a tokenizer.json says
@@ -32,8 +29,6 @@ def load_tokenizer(name: str, needs_end: bool = True):
     except BaseException as e:  # a panic in Rust is not even an Exception
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
-    if needs_end and tokenizer.eos_token_id is None:
-        raise ConfigError(f"tokenizer {name}: has no end-of-text (eos_token)")
     if tokenizer.is_fast:  # tokenizer.json may keep both from its training
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -49,7 +44,7 @@ def decode(name: str | None, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
     if name is None:
         return " ".join(map(str, ids))
-    return loaded_tokenizer(name, needs_end=False).decode(ids, clean_up_tokenization_spaces=False)
+    return loaded_tokenizer(name).decode(ids, clean_up_tokenization_spaces=False)
 
 
 def text_start(tokenizer) -> list[int]:
