@@ -77,12 +77,8 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
     """
     live = Live()
     with imagined(cfg, world_size, dtype) as shards:
-        sharded = shards.size > 1
-        with torch.device("meta" if sharded else "cpu"):
-            model = adapt(Transformer(cfg), cfg, dtype)
+        model = adapt(Transformer(cfg), cfg, dtype)
         shards.shard(model, dtype)
-        if sharded:
-            model.to_empty(device="cpu")
         shards.hold(model)
         live.add([*shards.tensors.values(), *model.buffers()])
         held = list(shards.parameters.values())
@@ -108,7 +104,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
         states = tree_leaves([optimizer.state for optimizer in optimizers])
         need["optimizer"] = sum(t.nbytes for t in states if isinstance(t, torch.Tensor))
         need["activations"] = live.peak - sum(need.values())
-    if world_size > 1 and not sharded and accumulation > 1:  # ddp keeps the sum beside its buckets
+    if world_size > 1 and shards.size == 1 and accumulation > 1:  # ddp: the sum beside buckets
         need["gradients"] *= 2
     return need
 
