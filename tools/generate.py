@@ -335,7 +335,11 @@ def build(cfg: Config, state: dict | None = None):
     if cfg.model != "transformers" and (state is None or cfg.lora_rank):
         huggingface.load_initial(model, cfg.init_from, Shards())
     if cfg.lora_rank:
-        huggingface.merge_checkpoint(model, state, cfg)
+        if huggingface.fingerprint(cfg.init_from) != state["base"]:
+            raise ConfigError(f"the run adapts other weights than {cfg.init_from} now has")
+        parts = huggingface.linear_parts(model)
+        pairs = lora.pairs_of(state["model"], parts, cfg)
+        lora.merge(model.state_dict(), Shards(), parts, pairs, lora.alpha_of(cfg) / cfg.lora_rank)
     elif state:
         model.load_state_dict(state["model"])
     return model

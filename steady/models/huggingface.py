@@ -355,12 +355,3 @@ def merge_adapters(model: nn.Module, name: str, shards: Shards):
     for folder in reversed(folders(name)[:-1]):
         lora.merge(shards.tensors_of(model), shards, linear_parts(model), lora.read_pairs(folder),
                    lora.read_config(folder)[1])
-
-
-def merge_checkpoint(model: nn.Module, state: dict, cfg):
-    """Merge the adapters of a checkpoint into the model's weights. Raises ConfigError."""
-    if fingerprint(cfg.init_from) != state["base"]:
-        raise ConfigError(f"the run adapts other weights than {cfg.init_from} now has")
-    parts, shards = linear_parts(model), Shards()
-    lora.merge(shards.tensors_of(model), shards, parts, lora.pairs_of(state["model"], parts, cfg),
-               lora.alpha_of(cfg) / cfg.lora_rank)
