@@ -333,11 +333,10 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
 
 def eval_batches(data: Mixture, n: int, micro_batch: int, rank: int, world_size: int,
                  device: torch.device):
-    """Yields this rank's share of the first n samples, at most one epoch.
+    """Yields this rank's share of the first n samples.
 
     Every rank yields the same number of micro-batches; dummy rows are masked.
     """
-    n = min(n, data.n_samples)
     for start in range(0, n, micro_batch * world_size):
         first = start + rank * micro_batch
         yield data.rows(first, first + micro_batch, n).to(device, n - first)

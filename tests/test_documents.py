@@ -70,7 +70,7 @@ def model(**changes):
 
 def epoch(found, micro_batch=10):
     """All batches of one epoch; in the last one, samples of the next are masked."""
-    return list(data.eval_batches(found, 10**9, micro_batch, 0, 1, CPU))
+    return list(data.eval_batches(found, found.n_samples, micro_batch, 0, 1, CPU))
 
 
 def alone(net, documents):
