@@ -101,7 +101,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/guard": 773,
     "steady/watch": 2305,
     "steady/tokens": 881,
-    "steady/models": 1303,
+    "steady/models": 1298,
     "steady": 379,
     "tools": 2164,
 }

@@ -101,10 +101,17 @@ def pick_workers(num_workers: str, device: torch.device, local_world_size: int) 
 
 def configure(cfg, device: torch.device):
     """Set process-wide state: memory, tiny numbers, attention backends, determinism on CUDA."""
-    keep_freed_memory(device)
     if device.type == "cpu":
         # numbers below 1.2e-38, as in moments of unused tokens, take x86 ten times as long
         torch.set_flush_denormal(True)
+        # Do not return freed memory to the kernel, which would clear it anew for each step: a sixth
+        # of the time of gpt2-124m. Fragmentation costs up to a fifth more memory, with torch's huge
+        # pages another 6 %. Only with glibc; its own variables take precedence.
+        if not any(name.startswith("MALLOC_") for name in os.environ):
+            with contextlib.suppress(AttributeError, OSError, TypeError):
+                mallopt = ctypes.CDLL(None).mallopt
+                mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: larger tensors get a mapping of their own
+                mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: bytes to keep at the end of the heap
     set_attention_backend(cfg.attention)
     if cfg.attention == "auto" and cfg.data_mode != "stream":
         # cuDNN plans anew for each shape, 23 to 37 ms in a published trace; before 9.25 it takes no
@@ -115,18 +122,6 @@ def configure(cfg, device: torch.device):
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and takes time
         private.compile_deterministically()
-
-
-def keep_freed_memory(device: torch.device):
-    """On a CPU: do not return freed memory to the kernel, which would clear it anew for each step:
-    a sixth of the time of gpt2-124m. Fragmentation costs up to a fifth more memory, with torch's
-    huge pages another 6 %. Only with glibc; its own variables, MALLOC_…, take precedence.
-    """
-    if device.type == "cpu" and not any(name.startswith("MALLOC_") for name in os.environ):
-        with contextlib.suppress(AttributeError, OSError, TypeError):
-            mallopt = ctypes.CDLL(None).mallopt
-            mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: larger tensors get a mapping of their own
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free bytes to keep at the end of the heap
 
 
 # --- attention -------------------------------------------------------------------------------
