@@ -365,7 +365,8 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
 def slowest_rank(rows: list[dict]) -> tuple[int, str, float]:
     """(rank, phase, share) of the one named most often; the share is 0 if none is."""
     votes = [(int(row["perf/slowest_rank"]), OWN_PHASES[int(row["perf/slowest_rank_phase"])])
-             for row in rows if "perf/slowest_rank" in row]
+             for row in rows if "perf/slowest_rank" in row
+             and row.get("perf/slowest_rank_phase", len(OWN_PHASES)) < len(OWN_PHASES)]
     rank, phase = statistics.mode(votes) if votes else (0, "")
     return rank, phase, sum(each == rank for each, _ in votes) / max(1, len(votes))
 
