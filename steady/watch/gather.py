@@ -14,9 +14,10 @@ def scalar(value):
         if not isinstance(value, Tensor):
             return float(value if isinstance(value, (int, float)) else np.mean(value))
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of FSDP: a norm
+        if value.dim():
+            return value.detach().mean(dtype=torch.float32)
         # a copy, as a loop may add to the same tensor; in bf16 a sum of ones would end at 256
-        value = value.detach().to(torch.float32, copy=not value.dim())
-        return value.mean() if value.dim() else value
+        return value.detach().clone().float()
     except Exception:  # text, a number too large, a sparse tensor, …
         return math.nan
 
@@ -46,9 +47,9 @@ def slowest_rank(own_ms: list[list[float]]) -> dict[str, float]:
     step, as with a log at each step.
     """
     own = np.array(own_ms)
-    busy = own.sum(1)
-    if len(own) == 1 or not busy.all():
+    if len(own) == 1 or not own.any(1).all():
         return {}
+    busy = own.sum(1)
     slow = int(busy.argmax())
     typical = np.median(np.delete(own, slow, 0), axis=0)
     return {"perf/slowest_rank": slow,

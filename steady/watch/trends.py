@@ -85,22 +85,24 @@ class Spikes:
         losses: [steps, ranks]; norms: [steps], or of another length if not all are known. "again":
         the last interval had non-finite steps as well.
         """
-        sizes = np.where(np.isfinite(losses), losses, np.inf)
-        norms = norms if len(norms) == len(sizes) else np.zeros(len(sizes))
-        values = {"loss": sizes.max(1), "gradient": np.array(norms)}
-        good = np.isfinite(values["loss"] + values["gradient"])
-        found = [] if good.all() else [("not finite", good.argmin(), math.nan, 0.0)]
+        sizes = [[x if math.isfinite(x) else math.inf for x in of_ranks] for of_ranks in losses]
+        norms = norms if len(norms) == len(sizes) else [0.0] * len(sizes)
+        values = {"loss": [max(of_ranks) for of_ranks in sizes], "gradient": norms}
+        good = [i for i in range(len(sizes)) if math.isfinite(values["loss"][i] + norms[i])]
+        bad = [i for i in range(len(sizes)) if i not in good]
+        found = [("not finite", bad[0], math.nan, 0.0)] if bad else []
         for name, each in values.items():
-            i = np.where(good, each, -np.inf).argmax()
+            i = max(good, key=each.__getitem__, default=0)
             median, limit = self.usual(name, each[i])
-            if good[i] and each[i] > limit:
-                found.append((f"{name} spike", i, float(each[i]), median))
-            self.recent[name] = [*self.recent[name], *each[good].tolist()][-WINDOW:]
-        rows = [dict(step=step - len(sizes) + 1 + int(i), anomaly=kind, value=value, median=median,
-                     rank=int(sizes[i].argmax()), again=self.was_bad and kind == "not finite")
+            if good and each[i] > limit:
+                found.append((f"{name} spike", i, each[i], median))
+            self.recent[name] = [*self.recent[name], *(each[i] for i in good)][-WINDOW:]
+        rows = [dict(step=step - len(sizes) + 1 + i, anomaly=kind, value=value, median=median,
+                     rank=sizes[i].index(max(sizes[i])),
+                     again=self.was_bad and kind == "not finite")
                 for kind, i, value, median in found]
-        self.was_bad = not good.all()
-        return rows, int(len(good) - good.sum())
+        self.was_bad = bool(bad)
+        return rows, len(bad)
 
     def usual(self, name: str, highest: float) -> tuple[float, float]:
         """(median, spike limit): infinity while too few values are known."""
