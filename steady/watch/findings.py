@@ -26,7 +26,13 @@ class Finding:
     parts: tuple = ()
 
     def __str__(self) -> str:
-        return describe(self)
+        if self.code in CAUSES:
+            return describe_part(self)
+        if self.code == "slower":
+            return describe_slower(self)
+        head = WORDS[self.code].format(since=self.since, of=self.of, **self.values,
+                                       needed=(self.of or 0.0) - (self.ms or 0.0))
+        return "\n    ".join([head, *(describe_part(part, -1) for part in self.parts)])
 
     @property
     def cause(self) -> str:
@@ -98,16 +104,6 @@ WORDS = {  # code → text; "slower" has a function of its own
     "open files": f"open files: the limit {RUNS_OUT}; close them, or raise ulimit -n",
     "threads": f"threads: the limit {RUNS_OUT}; look for a pool that is started again and again",
     "disk space": f"disk space {RUNS_OUT}; lower --keep_checkpoints, or use another --out_dir"}
-
-
-def describe(found: Finding) -> str:
-    if found.code in CAUSES:
-        return describe_part(found)
-    if found.code == "slower":
-        return describe_slower(found)
-    head = WORDS[found.code].format(since=found.since, of=found.of, **found.values,
-                                    needed=(found.of or 0.0) - (found.ms or 0.0))
-    return "\n    ".join([head, *(describe_part(part, -1) for part in found.parts)])
 
 
 def describe_part(part: Finding, sign: int = 1) -> str:
