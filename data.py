@@ -189,8 +189,6 @@ class Mixture(Samples):
         return int(self.per_sample("lengths", *self.order(start, start + n)).sum())
 
     def typical_length(self) -> float:
-        if self.mode == "stream":
-            return super().typical_length()
         lengths = np.concatenate([d.document_lengths for d in self.datasets]).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 

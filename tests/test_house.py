@@ -93,7 +93,7 @@ def test_imports_have_no_circles():
 LINES = {  # of code, at most: only ever lowered
     "train.py": 541,
     "model.py": 261,
-    "data.py": 342,
+    "data.py": 340,
     "monitor.py": 300,
     "config.py": 293,
     "steady/checkpoints": 1305,

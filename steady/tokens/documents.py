@@ -24,6 +24,7 @@ class Dataset:
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weights: dict):
         self.name, self.seq_len, self.weights = name, seq_len, weights
+        self.document_lengths = np.array([seq_len])  # all blocks of a stream are this long
         self.files = [retry(lambda file=file: TokenFile(file)) for file in files]
         self.n_tokens = sum(file.n_tokens for file in self.files)
         self.dtype = np.result_type(*(file.dtype for file in self.files))

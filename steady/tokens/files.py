@@ -15,7 +15,6 @@ import numpy as np
 from steady.options import ConfigError, expect_file
 
 SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
-SHARD_HEADER_BYTES = 256 * 4
 BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 ends a document
 WIDTH_SAMPLE = 1 << 15  # tokens of a file, to see how wide its ids are
 CONVERT = "np.asarray(ids, np.uint32).tofile(PATH)"
@@ -115,7 +114,7 @@ class TokenFile:
         self.is_typed = "dtype" in self.meta
         header = np.fromfile(path, np.int32, 3)
         if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
-            self.dtype, offset = np.dtype(SHARD_MAGIC[int(header[0])]), SHARD_HEADER_BYTES
+            self.dtype, offset = np.dtype(SHARD_MAGIC[int(header[0])]), 256 * 4
             self.is_typed, self.meta["tokens"] = True, int(header[2])
         self.size = size = os.stat(path).st_size
         self.n_tokens, rest = divmod(size - offset, self.dtype.itemsize)
