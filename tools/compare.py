@@ -31,7 +31,6 @@ from train import choose_run
 
 ROOT = Path(__file__).resolve().parent.parent
 LEDGER = Path("experiments.jsonl")
-EXIT_CODES = {"B": 0, "A": 3, None: 4}  # by the better arm
 
 # All comparisons of a ledger together find a difference that is not there with a probability of
 # at most 10 %, so B is wrongly preferred in 5 %. Comparison k gets 5 / ((k + 4) (k + 5)) of this
@@ -217,7 +216,7 @@ def compare(argv: list[str]) -> int:
             print(f"{name:13} {found[name]:.4f} ({low:.4f} to {high:.4f})")
     print(json.dumps(found) if args.json else f"verdict       {found['verdict']}")
     note(found)  # last: the disk may be full
-    return EXIT_CODES[found["better"]]
+    return {"B": 0, "A": 3, None: 4}[found["better"]]
 
 
 def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:

@@ -25,7 +25,6 @@ from steady.tokens.files import share_of
 
 KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".csv": "csv",
          ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-COMPRESSED = (".gz", ".zst")  # a second suffix
 UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 HUB = "hf:"  # begins the name of a data set on the hub
 RECORDS = {  # keys that hold a document: optional keys read with them
@@ -70,7 +69,7 @@ def find_keys(names: tuple, text_field: str | None) -> tuple[tuple, tuple]:
 def suffixes(path: Path) -> list[str]:
     """As [".txt"], or [".txt", ".gz"] of a compressed file."""
     last = path.suffix.lower()
-    return [Path(path.stem).suffix.lower(), last] if last in COMPRESSED else [last]
+    return [Path(path.stem).suffix.lower(), last] if last in (".gz", ".zst") else [last]
 
 
 def kind_of(path: Path) -> str | None:
