@@ -44,8 +44,7 @@ import data
 import train
 from model import Transformer
 from steady.checkpoints import backup, checkpoint, disk, run_dir, writer
-from steady.checkpoints.checkpoint import Checkpoint, compare, list_checkpoints
-from steady.checkpoints.disk import find_corruption
+from steady.checkpoints.checkpoint import Checkpoint, compare, find_corruption, list_checkpoints
 from steady.guard.process import begin
 from steady.guard.stop import Stop
 from steady.options import ConfigError
@@ -96,7 +95,7 @@ def long_run(folder: Path, corpus: Path, *flags, ranks=1) -> list[Process]:
 
 @pytest.mark.parametrize("owner, name, number", [
     (torch._C.PyTorchFileWriter, "write_record", 30), (os, "fsync", 4),
-    (disk, "find_corruption", 2), (os, "replace", 6), (writer, "rotate", 2)])
+    (checkpoint, "find_corruption", 2), (os, "replace", 6), (writer, "rotate", 2)])
 def test_killed_at_a_bad_moment(run, tmp_path, owner, name, number):
     def hook(rank):
         def call(*args, **options):
@@ -134,7 +133,7 @@ def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeyp
         monkeypatch.setattr(owner, name, call)
 
     for owner, name in ((torch, "save"), (os, "fsync"), (os, "posix_fadvise"),
-                        (disk, "find_corruption"), (os, "replace")):
+                        (checkpoint, "find_corruption"), (os, "replace")):
         record(owner, name)
     writer.write_checkpoint(tmp_path / "c.pt", {"weight": torch.arange(10_000)})
     assert calls == ["save", f"c.pt.tmp-{os.getpid()}", "fsync", "posix_fadvise",

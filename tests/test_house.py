@@ -96,7 +96,7 @@ LINES = {  # of code, at most: only ever lowered
     "data.py": 340,
     "monitor.py": 300,
     "config.py": 293,
-    "steady/checkpoints": 1305,
+    "steady/checkpoints": 1300,
     "steady/ranks": 1096,
     "steady/guard": 773,
     "steady/watch": 2305,
@@ -123,7 +123,7 @@ def test_no_room_grows():
 
 def test_tests_do_not_grow():
     lines = sum(len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("tests/**/*.py"))
-    assert lines <= 17_920  # with benchmarks; only ever lowered
+    assert lines <= 17_918  # with benchmarks; only ever lowered
 
 
 # in lines, at most: only ever lowered

@@ -22,7 +22,7 @@ from conftest import (
 )
 
 import train
-from steady.checkpoints import disk
+from steady.checkpoints import writer
 from steady.ranks.ranks import LAUNCHERS
 from steady.tokens.files import write_tokens
 from steady.watch import proc
@@ -46,7 +46,7 @@ def test_a_restart_that_would_begin_anew_is_refused(run, tmp_path):
 def test_a_run_that_starts_from_a_checkpoint_never_starts_at_0(run, tmp_path, start, out_dir):
     """Also where it is killed before it has saved one of its own."""
     def hook(rank):
-        disk.find_corruption = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        writer.write_checkpoint = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 
     run(*FLAGS, "--max_steps", 4, "--eval_interval", 4, "--out_dir", "old")
     folder = tmp_path / "old/checkpoints"

@@ -64,7 +64,7 @@ def test_a_checkpoint_that_is_deleted_as_it_is_read_has_a_newer_one(copy, monkey
     """As in a command on a run that goes on with --keep_checkpoints 1."""
     plain, (*older, newest) = Checkpoint.find_damage, list_checkpoints(copy / "checkpoints")
     for each in older:
-        shutil.rmtree(each)
+        shutil.rmtree(each.path)
     newer = newest.path.with_name("step_00000008")
     monkeypatch.setattr(Checkpoint, "find_damage", lambda self: (
         self == newest and newest.path.rename(newer), plain(self))[1])

@@ -16,7 +16,7 @@ import torch
 from conftest import TINY, Process, after_updates, processes, rows
 
 import train
-from steady.checkpoints import disk
+from steady.checkpoints.checkpoint import find_corruption
 from steady.checkpoints.run_dir import RunDir
 from steady.checkpoints.state import Progress
 from steady.guard.stop import Stop
@@ -245,7 +245,7 @@ def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags, code):
         assert "in stuck" in (tmp_path / "run/stacks/rank_1.txt").read_text()
         assert (checkpoints / "step_00000059.pt").exists()  # rank 0 has saved it
     if kind == "dead":
-        assert disk.find_corruption(checkpoints / "step_00000040.pt") is None
+        assert find_corruption(checkpoints / "step_00000040.pt") is None
     if code == "waiting":
         assert "saved the last completed step" not in printed  # sums may be of different steps
 

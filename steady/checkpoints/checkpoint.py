@@ -9,9 +9,11 @@ renamed once all parts are in it. EXPERIMENTS.md: why not torch.distributed.chec
 """
 
 import contextlib
+import errno
 import os
 import re
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 
 from steady.checkpoints import disk
-from steady.checkpoints.disk import find_corruption, link, retry
+from steady.checkpoints.disk import link, retry
 from steady.options import ConfigError
 
 NAME = re.compile(r"step_(\d{8,})(\.pt)?")
@@ -30,7 +32,6 @@ SET_ASIDE = ".set-aside"
 FORMAT = 5  # of the dict in a file
 FIELDS = dict(format=int, step=int, position=int, tokens=int, best_loss=float, best_step=int,
               model=dict, optimizers=list, optimizer_names=list, config=dict)
-SHARED = "a file system that all hosts share"
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,8 @@ class Checkpoint:
     def named(cls, folder: Path, step: int, sharded: bool = False) -> "Checkpoint":
         return cls(folder / f"step_{step:08d}{'' if sharded else '.pt'}")
 
-    def __fspath__(self) -> str:
+    def __str__(self) -> str:
         return str(self.path)
-
-    __str__ = __fspath__
 
     @property
     def name(self) -> str:
@@ -82,7 +81,7 @@ class Checkpoint:
             for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):
                 if wrong:
                     return wrong if file == self.path else f"{file.name}: {wrong}"
-        state = disk.read_checkpoint(files[0])
+        state = read_checkpoint(files[0])
         if not isinstance(state, dict):
             return "not a checkpoint"
         if state.get("format") not in (FORMAT, None):
@@ -95,7 +94,7 @@ class Checkpoint:
         """The state in its file, or one for each rank; tensors are mapped. Verify it first. Raises
         ConfigError if it is of another format.
         """
-        found = [disk.read_checkpoint(file) for file in self.files()]
+        found = [read_checkpoint(file) for file in self.files()]
         if (version := found[0]["format"]) != FORMAT:
             raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}; config.yaml "
                               "beside its folder names the commit to continue it with")
@@ -122,6 +121,39 @@ class Checkpoint:
     def set_aside(self):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that it counts no longer."""
         self.path.rename(unused_name(self.path.with_name(self.name + SET_ASIDE)))
+
+
+def write_checkpoint(path: Path, state: dict):
+    """Write `state`, verify every byte on the disk, and only then give the file its name."""
+    with disk.atomic_write(path) as draft:
+        with open(draft, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+            with contextlib.suppress(AttributeError, OSError):  # so that the disk is read again
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if wrong := find_corruption(draft):
+            raise OSError(f"{draft}: cannot be read back: {wrong}")
+
+
+def read_checkpoint(path: Path):
+    """The state in a file; its tensors are mapped, not read."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def find_corruption(path: Path) -> str | None:
+    """Read every byte of a checkpoint file; returns its damage, or None. Raises OSError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip():
+                return "its checksum is wrong"
+        read_checkpoint(path)
+    except Exception as e:  # zipfile, pickle and torch each have errors of their own
+        # a place outside the file, or it has just been deleted
+        if isinstance(e, OSError) and e.errno not in (errno.EINVAL, errno.ENOENT):
+            raise
+        return f"cut short, or not a checkpoint ({type(e).__name__})"
+    return None
 
 
 def part_names(size: int) -> list[str]:
@@ -274,5 +306,5 @@ def require_shared(path: Path):
         if path.exists():
             return
         time.sleep(0.1)
-    raise ConfigError(f"{path}: not visible on {os.uname().nodename}; expected {SHARED}: mount "
-                      "one, and choose an --out_dir on it")
+    raise ConfigError(f"{path}: not visible on {os.uname().nodename}; expected {disk.SHARED}: "
+                      "mount one, and choose an --out_dir on it")

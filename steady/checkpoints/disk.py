@@ -8,7 +8,6 @@ import shutil
 import socket
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 from steady.options import ConfigError
@@ -19,44 +18,8 @@ TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, or file size limit
 # Errors from fsync of a directory where a network or user-space file system lacks it.
 NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
+SHARED = "a file system that all hosts share"
 DELAYS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts
-
-
-def write_checkpoint(path: Path, state: dict):
-    """Write `state`, verify every byte on the disk, and only then give the file its name."""
-    import torch  # here: a report starts two seconds sooner without it
-
-    with atomic_write(path) as draft:
-        with open(draft, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-            with contextlib.suppress(AttributeError, OSError):  # so that the disk is read again
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if wrong := find_corruption(draft):
-            raise OSError(f"{draft}: cannot be read back: {wrong}")
-
-
-def read_checkpoint(path: Path):
-    """The state in a file; its tensors are mapped, not read."""
-    import torch
-
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def find_corruption(path: Path) -> str | None:
-    """Read every byte of a checkpoint file; returns its damage, or None. Raises OSError."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip():
-                return "its checksum is wrong"
-        read_checkpoint(path)
-    except Exception as e:  # zipfile, pickle and torch each have errors of their own
-        # a place outside the file, or it has just been deleted
-        if isinstance(e, OSError) and e.errno not in (errno.EINVAL, errno.ENOENT):
-            raise
-        return f"cut short, or not a checkpoint ({type(e).__name__})"
-    return None
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steady.checkpoints.checkpoint import SHARED, Checkpoint, part_names, rotate, tree_map
-from steady.checkpoints.disk import delete, disk_error, put_in_place, retry, write_checkpoint
+from steady.checkpoints.checkpoint import Checkpoint, part_names, rotate, tree_map, write_checkpoint
+from steady.checkpoints.disk import SHARED, delete, disk_error, put_in_place, retry
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops

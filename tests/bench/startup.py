@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from steady.checkpoints.checkpoint import Checkpoint
-from steady.checkpoints.disk import write_checkpoint
+from steady.checkpoints.checkpoint import Checkpoint, write_checkpoint
 from tests.bench.common import Figure, compare, in_turns
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
