@@ -97,8 +97,8 @@ def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int
 def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
     """The largest power of two of sequences to fit into memory, forward and backward."""
     copies = 3 if ranks.world_size > 1 else 2  # for the optimizer, and the buckets of ddp
-    kept = [torch.empty_like(p) for p in model.parameters() if p.requires_grad
-            for _ in range(copies)]
+    _kept = [torch.empty_like(p) for p in model.parameters() if p.requires_grad
+             for _ in range(copies)]
     size = 1
     try:
         while True:
@@ -114,8 +114,6 @@ def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
         if not out_of_memory(e) or size == 1:
             raise
         return size // 2
-    finally:
-        kept.clear()
 
 
 def out_of_memory(error: BaseException) -> bool:
