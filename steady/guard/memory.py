@@ -96,11 +96,11 @@ def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int
 
 def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
     """The largest power of two of sequences to fit into memory, forward and backward."""
-    copies = 3 if ranks.world_size > 1 else 2  # for the optimizer, and the buckets of ddp
-    _kept = [torch.empty_like(p) for p in model.parameters() if p.requires_grad
-             for _ in range(copies)]
-    size = 1
+    copies = 2 + (ranks.world_size > 1) + (cfg.ema > 0)  # for the optimizer, ddp's buckets, --ema
+    kept, size = [], 1
     try:
+        kept += [torch.empty_like(p) for p in model.parameters() if p.requires_grad
+                 for _ in range(copies)]
         while True:
             tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=ranks.device)
             documents = trial_documents(tokens, varlen) if cfg.data_mode == "packed" else None
@@ -111,9 +111,9 @@ def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
                 return size
             size *= 2
     except RuntimeError as e:
-        if not out_of_memory(e) or size == 1:
+        if not out_of_memory(e):
             raise
-        return size // 2
+        return max(1, size // 2)  # if one does not fit, the first step says what to do
 
 
 def out_of_memory(error: BaseException) -> bool:
