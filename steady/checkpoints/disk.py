@@ -99,7 +99,7 @@ def disk_error(error: BaseException, folder: Path, advice: str = "") -> str:
         cause = cause.__cause__ or cause.__context__
     if not cause:
         return str(error)
-    usage = shutil.disk_usage(folder)
+    usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
     return (f"no space left on {folder}: {si(usage.free)}B of {si(usage.total)}B are free "
             f"({cause.strerror}){advice}")
 
@@ -113,7 +113,7 @@ def acquire_lock(folder: Path, given: str = ""):
     """
     path = folder / "lock"
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    file = os.fdopen(os.open(path, flags, 0o666), "a+")
+    file = os.fdopen(os.open(path, flags, 0o666), "a+", 1)  # flushed at the end of a line
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samefile(file.fileno(), path):
@@ -127,5 +127,4 @@ def acquire_lock(folder: Path, given: str = ""):
         print(f"warning: {folder} cannot be locked against a second run: {e}", flush=True)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
     return file

@@ -1,5 +1,6 @@
 """Writing checkpoints beside training, in a thread: one rank all of it, or each rank its shard."""
 
+import contextlib
 import os
 import shutil
 import time
@@ -129,13 +130,16 @@ class Writer:
                     self.written = step
                 return
             patience = max(PATIENCE, 3 * (now - began))
-            while missing := set(parts) - set(os.listdir(draft)):
-                if time.monotonic() - now > (HURRY if self.hurry else patience):
+            while missing := set(parts) - set(seen := os.listdir(draft)):
+                if "failed" in seen or time.monotonic() - now > (HURRY if self.hurry else patience):
                     raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")
                 time.sleep(0.02)
             put_in_place(draft, path)
         except Exception:
-            if self.rank == 0 and not self.hurry:  # else the next start takes it, once complete
+            if self.rank:
+                with contextlib.suppress(OSError):
+                    (draft / "failed").touch()  # rank 0 need not wait any longer
+            elif not self.hurry:  # else the next start takes it, once complete
                 shutil.rmtree(draft, ignore_errors=True)
             raise
 
