@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -87,6 +88,12 @@ def corpus(tmp_path_factory) -> Path:
     write_tokens(folder / "train.bin", texts[:54])
     write_tokens(folder / "val.bin", texts[54:])
     return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    """Of the run that the test's module makes once."""
+    return Path(shutil.copytree(finished, tmp_path / "r"))
 
 
 @pytest.fixture

@@ -168,21 +168,26 @@ def test_every_listed_id_ends_an_answer_and_none_is_shown(tmp_path, write, found
     assert not set(text) & {chr(i) for i in range(1, 128)}
 
 
-def test_answers_begin_with_their_space(monkeypatch, tool, tmp_path):
-    """Where ▁ is before every word, also the first, as in Llama 2 and Mistral."""
+def pretend(answer, tokenizer, monkeypatch):
+    """Every prompt gets this answer, token ids."""
     def generate(model, tokens, *_, on_token, **how):
-        for token in (4, 5, 6, 1):
+        for token in answer:
             on_token(torch.tensor([token]))
 
+    model = torch.nn.Module()
+    model.cfg = SimpleNamespace(seq_len=64, vocab_size=len(tokenizer))
+    monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
+    monkeypatch.setattr(generation, "generate", generate)
+
+
+def test_answers_begin_with_their_space(monkeypatch, tool, tmp_path):
+    """Where ▁ is before every word, also the first, as in Llama 2 and Mistral."""
     words = ["<unk>", "</s>", "▁", "▁the", "▁cat", "s", "▁sat"]
     built = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
     built.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     built.decoder = decoders.Metaspace(prepend_scheme="always")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
-    model = torch.nn.Module()
-    model.cfg = SimpleNamespace(seq_len=64, vocab_size=len(words))
-    monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
-    monkeypatch.setattr(generation, "generate", generate)
+    pretend((4, 5, 6, 1), tokenizer, monkeypatch)
     assert tool(generation.main, "generate", tmp_path, "--prompt", "the").out == "the cats sat\n"
 
 
@@ -195,15 +200,7 @@ def test_no_letter_of_an_answer_is_lost_to_a_cleanup(monkeypatch, tool, tmp_path
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="[SEP]",
                                         clean_up_tokenization_spaces=True)
     answer = tokenizer("said they do n't know ' yes '.", add_special_tokens=False)["input_ids"]
-
-    def generate(model, tokens, *_, on_token, **how):
-        for token in answer:
-            on_token(torch.tensor([token]))
-
-    model = torch.nn.Module()
-    model.cfg = SimpleNamespace(seq_len=64, vocab_size=len(words))
-    monkeypatch.setattr(generation, "open_model", lambda *_: (model, tokenizer, None))
-    monkeypatch.setattr(generation, "generate", generate)
+    pretend(answer, tokenizer, monkeypatch)
     told = tool(generation.main, "generate", tmp_path, "--prompt", "they").out
     assert told == "they said they do n ' t know ' yes ' .\n"
     tokenizer.save_pretrained(tmp_path)

@@ -77,11 +77,6 @@ def finished(corpus, tmp_path_factory) -> Path:
     return folder / "r"
 
 
-@pytest.fixture
-def copy(finished, tmp_path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "r"))
-
-
 def long_run(folder: Path, corpus: Path, *flags, ranks=1) -> list[Process]:
     """The processes of a run that does not end by itself and has saved."""
     group = processes(folder, ranks, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps",

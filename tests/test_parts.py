@@ -36,11 +36,6 @@ def finished(corpus, tmp_path_factory) -> Path:
     return folder / "r"
 
 
-@pytest.fixture
-def copy(finished, tmp_path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "r"))
-
-
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file())
 

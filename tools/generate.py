@@ -311,13 +311,12 @@ def open_checkpoint(source: Path, trust_remote_code: bool) -> tuple[Checkpoint, 
 
 def source_folder(cfg: Config) -> Path | None:
     """The folder of --init_from, if there is any; a note if it is gone."""
-    if not cfg.init_from:
-        return None
-    try:
-        return huggingface.folders(cfg.init_from, cfg.trust_remote_code, weights=False)[-1]
-    except ConfigError as e:
-        print(f"note: without the configuration of --init_from: {e}", file=sys.stderr)
-        return None
+    if cfg.init_from:
+        try:
+            return huggingface.folders(cfg.init_from, cfg.trust_remote_code, weights=False)[-1]
+        except ConfigError as e:
+            print(f"note: without the configuration of --init_from: {e}", file=sys.stderr)
+    return None
 
 
 def tokenizer_of(state: dict, run_dir: Path | None):

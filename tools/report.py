@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     return run_command("monitor.py", print_reports, argv)
 
 
-def print_reports(argv: list[str]) -> int:
+def print_reports(argv: list[str]):
     parser = Parser("monitor.py", allow_abbrev=False, description="Where the "
                     "time of a run went, and whether, when and why it slowed down.",
                     epilog="`monitor.py compare A B` trains two variants: is B better than A? "
@@ -73,7 +73,6 @@ def print_reports(argv: list[str]) -> int:
             print(write_page(reports, args.html), file=sys.stderr, flush=True)
         except OSError as e:
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
-    return 0
 
 
 def side_by_side(reports: list[dict]) -> str:

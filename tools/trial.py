@@ -73,9 +73,8 @@ def measure(cfg: Config, threads: int) -> float:
     with tempfile.TemporaryDirectory(prefix="steady-try-") as folder:
         write_yaml(cfg, f"{folder}/config.yaml", {})
         with contextlib.redirect_stdout(io.StringIO()):
-            code = train.main([f"--config={folder}/config.yaml", f"--out_dir={folder}/run"])
-        if code:  # by a signal
-            raise SystemExit(code)
+            if code := train.main([f"--config={folder}/config.yaml", f"--out_dir={folder}/run"]):
+                raise SystemExit(code)  # by a signal
         return report(Path(folder, "run"))["figures"]["step_ms_median"]
 
 
@@ -95,15 +94,14 @@ def tried(run_dir: Path) -> Finding:
     for name, ms in times.items():
         gains = np.subtract(base, ms)
         values = dict(option=name, low=float(gains.min()), high=float(gains.max()))
-        if values["low"] <= 0 <= values["high"]:
-            parts.append(Finding("not clear", values=values))
-        else:
-            parts.append(Finding("option", values=values, ms=float(np.median(gains))))
+        clear = not values["low"] <= 0 <= values["high"]
+        parts.append(Finding("option" if clear else "not clear", values=values,
+                             ms=float(np.median(gains)) if clear else None))
     parts.sort(key=lambda part: -(part.ms or 0.0))
     return Finding("trial", of=float(np.median(base)), parts=tuple(parts))
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]):
     parser = Parser("monitor.py try", allow_abbrev=False, description="What would another option "
                     "gain? Measured in short runs with the configuration of a run.")
     parser.add_argument("run_dir", type=Path)
@@ -111,4 +109,3 @@ def main(argv: list[str]) -> int:
     args = read_flags(parser, argv)
     found = tried(args.run_dir)
     print(json.dumps(found.row()) if args.json else found)
-    return 0

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -154,12 +155,6 @@ def repeat(step, device: torch.device):
 # --- train.py, in pieces ---------------------------------------------------------------------
 
 
-class Off:
-    """A monitor that does nothing."""
-
-    phase = add_losses = log_all = step = staticmethod(lambda *args, **how: None)
-
-
 class Countdown:
     """A `Stop` that ends training after `left` steps."""
 
@@ -190,7 +185,9 @@ def make_run(flags: list[str]) -> train.Run:
     ranks = run.ranks
     run.batches = loader(run.train_data, run.cfg, 0, 10**9, ranks.micro_batch, 0, 1, ranks.device,
                          ranks.workers)
-    run.monitor, ranks.stop = Off(), Countdown()
+    calls = "phase", "add_losses", "log_all", "step"
+    run.monitor = SimpleNamespace(**dict.fromkeys(calls, lambda *args, **how: None))
+    ranks.stop = Countdown()
     return run
 
 
