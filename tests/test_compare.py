@@ -110,7 +110,7 @@ def in_process(monkeypatch):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """As `in_process`; each run ends with the next of the results: a loss, or an exit code."""
+    """As `in_process`; each run ends with the next of the results: a loss, a code, or a text."""
     flags, results = [], []
 
     def run(command, **options):
@@ -120,8 +120,8 @@ def pretended(monkeypatch):
         result = results.pop(0)
         code = result if isinstance(result, int) else 0
         said = json.dumps(dict(val_loss=None if code else result, step_ms=2.0 + len(flags),
-                               peak_gb=None, rss_gb=1.0))
-        return SimpleNamespace(returncode=code, stdout=f"first\n{said}\n", stderr="the reason\n")
+                               peak_gb=None, rss_gb=1.0)) if result != str(result) else result
+        return SimpleNamespace(returncode=code, stdout=f"1\n{said}\nbye", stderr="the reason\n")
 
     monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=run))
     return flags, results
@@ -140,14 +140,13 @@ def test_pairs_see_the_same_samples_dropout_and_initial_weights(run, tmp_path):
 
 def test_same_arms_differ_by_nothing(call, in_process):
     """Of another log interval, too; in the order A B, B A, A B."""
-    found = call("--dropout 0.1", "--dropout 0.1 --log_interval 3", "--json", "--seeds", "9",
-                 expect=4)
-    said = json.loads(found.out)
+    said = json.loads(call("--dropout 0.1", "--dropout 0.1 --log_interval 3", "--json", "--seeds",
+                           "9", "--seed", "5", expect=4).out)
     assert said["difference_interval"] == [0, 0] and said["better"] is None
     assert "same" in said["verdict"] and len({pair["A"]["loss"] for pair in said["pairs"]}) == 3
     assert all(pair["A"]["loss"] == pair["B"]["loss"] for pair in said["pairs"])
-    arms = ["--log_interval 3" in " ".join(flags) for flags in in_process]
-    assert arms == [False, True, True, False, False, True]
+    arms = [flags[-2][-1] + "AB"["--log_interval 3" in " ".join(flags)] for flags in in_process]
+    assert arms == "5A 5B 6B 6A 7A 7B".split()
     assert os.listdir(".") == ["experiments.jsonl"]  # no runs
 
 
@@ -158,7 +157,7 @@ def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
     slow.write_text("\n".join([*lines, "learning_rate: 1e-5", f"data: ['{corpus}']", "ema: 0.5"]))
     printed = call("", str(slow), "--steps", "8", expect=3).out
     assert printed.splitlines()[-1].split()[:5] == "verdict A is better by".split()
-    said = json.loads(call(str(slow), "", "--steps", "8", "--json", expect=0).out)
+    said = json.loads(call(f"--config {slow}", "", "--steps", "8", "--json", expect=0).out)
     assert said["better"] == "B" and said["compared"] == ["val_loss_ema", "val_loss"]
     assert said["difference_interval"][1] < 0
     assert len(said["pairs"]) == 3 and len(in_process) == 12
@@ -194,25 +193,27 @@ def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
         said = json.loads(call("", "", "--json", "--seeds", "5", expect=expect).out)
         assert said["comparison"] == k and len(said["pairs"]) == 5
         assert said["level"] == compare.level_of(k)
-    for result in (7, None):  # an exit code; a loss that is not finite
+    for result, why in ((7, "exit code 7, no val_loss"), (None, "exit code 0, no val_loss"),
+                        ("nothing", "exit code 0, no"), ('{"val_loss": NaN}', "exit code 0, no"),
+                        ('{"val_loss": 2, "evaluated": {"seq_len": 9}}', "evaluates")):
         results[:] = [2.0, result]
         said = call("", "--beta1 0.8", expect=1).err
-        assert "B with --seed 1" in said and "the reason" in said
+        assert f"B with --seed 1: {why}" in said and "the reason" in said
     results[:] = pairs
     said = json.loads(call("", "--beta1 0.8", "--json", "--seeds", "5", expect=4).out)
-    assert said["comparison"] == 33 and "0.8" in said["flags"][1] and "0.8" not in said["flags"][0]
+    assert said["comparison"] == 36 and "0.8" in said["flags"][1] and "0.8" not in said["flags"][0]
     first, *others = call("--ledger", None, expect=0).out.splitlines()
     assert "B is better" in first and len(others) == 2
 
 
 def test_comparisons_that_begin_at_once_have_different_numbers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    together, read = threading.Barrier(2), compare.read_ledger
-    monkeypatch.setattr(compare, "read_ledger", lambda: (together.wait(60), read())[1])
+    together, read = threading.Barrier(2), compare.objects
+    monkeypatch.setattr(compare, "objects", lambda path: (together.wait(60), read(path))[1])
     monkeypatch.setattr(compare, "result_of", lambda *a: dict(loss=1.0, step_ms=1.0, memory=1.0))
     arms = {name: compare.Arm(name, ROOT, [], "val_loss", {}, None) for name in "AB"}
     with ThreadPoolExecutor() as pool:
-        found = [pool.submit(compare.decide, arms, 3, io.StringIO()) for _ in range(2)]
+        found = [pool.submit(compare.decide, arms, range(3), io.StringIO()) for _ in range(2)]
     assert sorted(each.result()["comparison"] for each in found) == [1, 2]
 
 
@@ -253,11 +254,8 @@ def test_known_results_are_reused_until_code_options_or_data_change(call, preten
     assert runs("--reuse") == 0
     (code / "möre.py").write_text("")
     assert runs("--reuse") == 6
-    results[:], flags[:] = [2.1, 2.1001], []
-    arm = compare.open_arm("", ["--data", str(tmp_path), "--max_minutes", "1"], code, reuse=True)
-    for _ in range(2):  # the machine decides how many steps it has
-        compare.result_of("A", arm, 1)
-    assert len(flags) == 2
+    timed = ["--data", str(tmp_path), "--max_minutes", "1"]  # the machine decides how many steps
+    assert not compare.open_arm("", timed, code, reuse=True).key
 
 
 @pytest.fixture
@@ -301,9 +299,11 @@ def test_revisions_and_the_working_tree(corpus, repository):
     shutil.copy(ROOT / "train.py", work)
     assert call("HEAD", ".", 0)["B"].startswith("the files after")
     assert "git log" in call("HEAD", "nothing", 2)
-    rows = (work / "experiments.jsonl").read_text().split()
-    assert sum("begun" in row for row in rows) == 2
+    assert (work / "experiments.jsonl").read_text().count("begun") == 2
     assert "git log" in call("train.py", ".", 2)  # no revision
+    half = (ROOT / "data.py").read_text("utf-8").replace("cfg.eval_steps * cfg", "1 * cfg")
+    (work / "data.py").write_text(half, "utf-8")
+    assert "'eval_steps': 16" in call("HEAD", ".", 1)  # evaluates more than the files do
     assert not [*work.glob("compare-*")]
 
 
@@ -325,8 +325,7 @@ def test_a_night_of_patches_keeps_the_gain(corpus, repository, tmp_path):
                         "--", *TINY, "--data", corpus, "--steps", 8, "--seeds", 5, "--reuse")
     verdicts = dict(line.removeprefix(f"{tmp_path}/").split(": ", 1)
                     for line in printed.splitlines())
-    kept = [name for name, verdict in verdicts.items() if verdict.startswith("kept")]
-    assert kept == ["gain"], verdicts
+    assert [name for name, said in verdicts.items() if said[:4] == "kept"] == ["gain"], verdicts
     assert "no difference" in verdicts["harmless"] and "A is better" in verdicts["loss"]
     assert "tools/compare.py" in verdicts["judge"] and git("log", "--format=%f").count("\n") == 2
 

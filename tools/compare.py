@@ -109,13 +109,13 @@ def git(*command: str | Path, at: Path = ROOT) -> str:
 def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
     """An arm of a revision, checked out into `folder`, a YAML file or flags. Raises ConfigError."""
     title, code, flags = text or "the defaults", ROOT, []
-    if text.endswith((".yaml", ".yml")):
-        flags = ["--config", text]
-    elif text.startswith("-"):
+    if text.startswith("-"):
         try:
             flags = shlex.split(text)
         except ValueError as e:
             raise ConfigError(f"{text}: {e}") from None
+    elif text.endswith((".yaml", ".yml")):
+        flags = ["--config", text]
     elif text == ".":
         title = f"the files after {git('log', '-1', '--format=%h %s')}"
     elif text:
@@ -123,15 +123,14 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
         code = folder / git("rev-parse", "--show-prefix")
         git("worktree", "prune")  # left by earlier comparisons
         git("worktree", "add", "--detach", folder, text)
-    flags = [*flags, *more]
-    cfg, _ = choose_run([*flags, *FIXED_FLAGS])
+    cfg, _ = choose_run([*flags, *more, *FIXED_FLAGS])
     if any(getattr(cfg, name) for name in REFUSED):
         raise ConfigError(f"{text}: not with --{', --'.join(REFUSED)}")
     train_data, val_data = load_data(cfg)
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
     evaluated = what_is_evaluated(cfg, val_data) | {"ema": None, "data_mode": val_data.mode}
-    flags.append(f"--eval_steps={cfg.eval_steps}")  # whatever the default of a revision
+    flags = [*flags, *more, f"--eval_steps={cfg.eval_steps}"]  # whatever a revision's default
     key = key_of(code, cfg, train_data, val_data) if reuse and not cfg.max_minutes else None
     return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated, key)
 
@@ -149,29 +148,35 @@ def key_of(code: Path, cfg, *data) -> str:
 def result_of(name: str, arm: Arm, seed: int) -> dict:
     """The loss, ms/step and GB of a run, or of an earlier one with this key. Raises Failed."""
     run = arm.key and f"{arm.key} {seed}"
-    for row in read_ledger() if run else ():
+    for row in objects(LEDGER) if run else ():
         if row.get("run") == run:
             return row["result"] | dict(step_ms=None)  # of another hour: not comparable
     with tempfile.TemporaryDirectory(dir=".", prefix="compare-") as folder:
         command = [sys.executable, str(arm.code / "train.py"), *arm.flags, *FIXED_FLAGS,
                    f"--seed={seed}", f"--out_dir={folder}"]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    end = {} if done.returncode else json.loads(done.stdout.splitlines()[-1])
-    if end.get(arm.loss) is None:  # a non-finite loss is null
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", input="")
+        rows = objects(Path(folder, "metrics.jsonl"), *done.stdout.splitlines())
+        end = {key: value for row in rows for key, value in row.items()}
+    evaluated = arm.evaluated | end.get("evaluated", {}) | dict(ema=None)  # by its own defaults
+    wrong = f"evaluates {evaluated}; expected {arm.evaluated}" * (evaluated != arm.evaluated)
+    if done.returncode or end.get(arm.loss) is None:  # a non-finite loss is null
+        wrong = f"exit code {done.returncode}, no {arm.loss}"
+    if wrong:
         last = (done.stdout + done.stderr).splitlines()[-12:]
-        raise Failed("\n".join([f"{name} with --seed {seed}: exit code {done.returncode}, no "
-                                f"{arm.loss}; its last lines:", *last]))
-    memory = end["peak_gb"] or end["rss_gb"]
-    result = dict(loss=end[arm.loss], step_ms=end["step_ms"], memory=memory)
+        raise Failed("\n".join([f"{name} with --seed {seed}: {wrong}; its last lines:", *last]))
+    memory = end.get("peak_gb") or end.get("rss_gb")
+    result = dict(loss=end[arm.loss], step_ms=end.get("step_ms"), memory=memory)
     if run:
         note(dict(run=run, result=result))
     return result
 
 
-def read_ledger():
-    for line in LEDGER.read_text("utf-8", "replace").splitlines() if LEDGER.is_file() else ():
+def objects(path: Path, *more: str):
+    """The objects among the lines of JSON in a file, if it exists, and among `more`."""
+    lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+    for line in (*lines, *more):
         with contextlib.suppress(ValueError, TypeError):  # cut off by a kill, or not ours
-            yield dict(json.loads(line))
+            yield dict(json.loads(line, parse_constant=lambda name: None))
 
 
 def note(row: dict):
@@ -182,7 +187,7 @@ def note(row: dict):
 def compare(argv: list[str]) -> int:
     """Returns the exit code: 0 if B is better, 3 if A is, 4 if neither is known to be."""
     if argv == ["--ledger"]:
-        rows = [row for row in read_ledger() if row.keys() >= {"verdict", "step_ms_ratio"}]
+        rows = [row for row in objects(LEDGER) if row.keys() >= {"verdict", "step_ms_ratio"}]
         for row in sorted(rows, key=lambda row: row["difference"]):
             print(f"{row['difference']:+.4f} nats, {row['step_ms_ratio'] or math.nan:.2f} x "
                   f"ms/step: {row['verdict']}; A: {row['A']}; B: {row['B']}")
@@ -195,6 +200,7 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, metavar="N", help="--max_steps of both")
     parser.add_argument("--seeds", type=int, default=8, metavar="N", choices=range(3, 21),
                         help="pairs at most, 3 to 20 (default: 8)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the first (default: 1)")
     parser.add_argument("--reuse", action="store_true", help="take losses of earlier runs with "
                         "--reuse from the ledger, without their ms/step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -209,7 +215,8 @@ def compare(argv: list[str]) -> int:
         if arms["A"].evaluated != arms["B"].evaluated:
             raise ConfigError("A and B have different validation samples; expected the same "
                               "--val_data, --seq_len, --data_mode, and --eval_steps x --batch_size")
-        found = decide(arms, args.seeds, sys.stderr if args.json else sys.stdout)
+        seeds = range(args.seed, args.seed + args.seeds)
+        found = decide(arms, seeds, sys.stderr if args.json else sys.stdout)
     for name in ("difference", "step_ms_ratio", "memory_ratio"):
         if found[name] is not None and not args.json:
             low, high = found[f"{name}_interval"]
@@ -219,13 +226,13 @@ def compare(argv: list[str]) -> int:
     return {"B": 0, "A": 3, None: 4}[found["better"]]
 
 
-def decide(arms: dict[str, Arm], seeds: int, screen) -> dict:
-    """Train pairs of up to so many seeds; returns the row of the ledger. Raises Failed."""
+def decide(arms: dict[str, Arm], seeds: range, screen) -> dict:
+    """Train a pair of each seed until it is clear; returns the row of the ledger. Raises Failed."""
     mine, pairs, losses = dict(begun=int(np.random.default_rng().integers(2**62))), [], []
     note(mine)  # it counts, even if it does not end; the file orders those that begin at once
-    number = 1 + [row for row in read_ledger() if "begun" in row].index(mine)
+    number = 1 + [row for row in objects(LEDGER) if "begun" in row].index(mine)
     level = level_of(number)
-    for seed in range(1, seeds + 1):
+    for seed in seeds:
         order = "AB" if seed % 2 else "BA"  # a drift of the machine affects both
         pairs.append({name: result_of(name, arms[name], seed) for name in order})
         a, b = (pairs[-1][name]["loss"] for name in "AB")
