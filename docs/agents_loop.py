@@ -3,7 +3,7 @@
     python docs/agents_loop.py --minutes 480 patches/*.patch -- --steps 200 --seeds 13
 
 Refuses to begin with uncommitted changes. What follows -- goes to `monitor.py compare HEAD~1 HEAD`.
-A patch may not touch what judges it.
+A patch may not touch what judges it. One that hangs is left out after --each minutes.
 """
 
 import argparse
@@ -20,21 +20,23 @@ def git(*command: str) -> str:
     return subprocess.run(["git", *command], check=True, capture_output=True, text=True).stdout
 
 
-def judge(patch: str, flags: list[str]) -> str:
+def judge(patch: str, minutes: float, flags: list[str]) -> str:
     """Apply and commit a patch; take it back unless it is better. Returns a line."""
     before, kept = git("rev-parse", "HEAD").strip(), False
     try:
         git("apply", "--index", patch)
-        touched = git("diff", "--cached", "--name-only").splitlines()
+        # both names of a file that it renames; of a repository's subfolder, without that
+        touched = git("diff", "--cached", "--name-only", "--no-renames", "--relative").splitlines()
         if any(path.startswith(JUDGES) for path in touched):
             return f"left out: it touches {', '.join(touched)}"
         git("commit", "-m", patch)
-        done = subprocess.run([sys.executable, "monitor.py", "compare", before, "HEAD", "--json",
-                               *flags], capture_output=True, text=True)
+        done = subprocess.run(["timeout", f"{minutes}m", sys.executable, "monitor.py", "compare",
+                               before, "HEAD", "--json", *flags], capture_output=True, text=True)
         kept = done.returncode == 0
         if done.returncode not in (0, 3, 4):
             return f"left out: exit code {done.returncode}: {done.stderr.strip()[-300:]}"
-        return f"{'kept' if kept else 'left out'}: {json.loads(done.stdout)['verdict']}"
+        objects = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        return f"{'kept' if kept else 'left out'}: {json.loads(objects[-1])['verdict']}"
     except subprocess.CalledProcessError as e:
         return f"left out: {e.stderr.strip()}"
     finally:
@@ -45,6 +47,7 @@ def judge(patch: str, flags: list[str]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=480)
+    parser.add_argument("--each", type=float, default=60, help="minutes of a comparison, at most")
     parser.add_argument("patches", nargs="+")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, flags = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
@@ -53,4 +56,4 @@ if __name__ == "__main__":
     end = time.monotonic() + 60 * args.minutes
     for patch in args.patches:
         if time.monotonic() < end:
-            print(f"{patch}: {judge(patch, flags)}", flush=True)
+            print(f"{patch}: {judge(patch, args.each, flags)}", flush=True)

@@ -336,8 +336,8 @@ def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
     work, git, commit, python = repository
     commit("= lr * group", "mine")
 
-    def call(code: int = 0) -> str:
-        printed = "".join(python(ROOT / "docs/agents_loop.py", tmp_path / "p", expect=code))
+    def call(code: int = 0, *flags) -> str:
+        printed = "".join(python(ROOT / "docs/agents_loop.py", *flags, tmp_path / "p", expect=code))
         assert git("log", "--format=%s") == "mine\n"
         return printed
 
@@ -352,8 +352,18 @@ def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
     hook.write_text("#!/bin/sh\necho not today >&2\nexit 1\n")
     hook.chmod(0o755)
     assert "not today" in call() and not git("status", "--porcelain")
+    assert git("check-ignore", "compare-abcd_123/metrics.jsonl")  # of a killed comparison
+    git("mv", "steady/models/evaluation.py", "other.py")
+    (tmp_path / "p").write_text(git("diff", "HEAD", "-M"))
+    git("reset", "-q", "--hard")
+    assert "left out: it touches other.py, steady/models/evaluation.py" in call()
     (tmp_path / "p").write_text("no patch")
     assert "left out: error" in call()
+    hook.unlink()
+    (work / "train.py").write_text("import signal\nsignal.pause()\n")
+    (tmp_path / "p").write_text(git("diff"))
+    git("checkout", "train.py")
+    assert "left out: exit code 124" in call(0, "--each", 0.01)
 
 
 @pytest.mark.slow
