@@ -126,22 +126,22 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
     cfg, _ = choose_run([*flags, *more, *FIXED_FLAGS])
     if any(getattr(cfg, name) for name in REFUSED):
         raise ConfigError(f"{text}: not with --{', --'.join(REFUSED)}")
-    train_data, val_data = load_data(cfg)
+    _, val_data = data = load_data(cfg)
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
     evaluated = what_is_evaluated(cfg, val_data) | {"ema": None, "data_mode": val_data.mode}
     flags = [*flags, *more, f"--eval_steps={cfg.eval_steps}"]  # whatever a revision's default
-    key = key_of(code, cfg, train_data, val_data) if reuse and not cfg.max_minutes else None
+    key = key_of(code, cfg, evaluated, *data) if reuse and not cfg.max_minutes else None
     return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated, key)
 
 
-def key_of(code: Path, cfg, *data) -> str:
+def key_of(code: Path, cfg, evaluated: dict, *data) -> str:
     """A hash of code, options, data, torch, device and threads. Raises ConfigError without git."""
     files = sorted(git("ls-files", "-coz", "--exclude-standard", "*.py", at=code).split("\0"))
     texts = [(name, path.read_bytes()) for name in files if (path := code / name).is_file()]
     facts = (texts, cfg, cfg.init_from and fingerprint(cfg.init_from), torch.__version__,
              device_name(pick_device(cfg.device, 0)), torch.get_num_threads(),
-             [mixture.fingerprint for mixture in data])
+             evaluated, [mixture.fingerprint for mixture in data])
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
