@@ -285,9 +285,9 @@ class Monitor:
             say(f"warning: step {step}: {describe_anomaly(row)}")
 
     def safely(self, call, *args):
-        """call(*args), a part of the diagnosis: its first error switches it off, not training."""
+        """call(*args), a part of the diagnosis: its first error ends that, but not training."""
         try:
-            return call(*args) if self.healthy else None
+            return call(*args) if self.healthy or call.__name__ == "close" else None
         except Exception as e:
             self.healthy = False
             place = traceback.extract_tb(e.__traceback__)[-1]

@@ -46,9 +46,9 @@ def slowest_rank(own_ms: list[list[float]]) -> dict[str, float]:
     own_ms: [ranks, own phases]. {} for a single rank, or until the GPU of each has finished a timed
     step, as with a log at each step.
     """
-    own = np.array(own_ms)
-    if len(own) == 1 or not own.any(1).all():
+    if len(own_ms) == 1 or not all(map(any, own_ms)):
         return {}
+    own = np.array(own_ms)
     busy = own.sum(1)
     slow = int(busy.argmax())
     typical = np.median(np.delete(own, slow, 0), axis=0)
