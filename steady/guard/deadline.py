@@ -3,6 +3,8 @@
 import os
 import time
 
+import torch
+
 from steady.options import UNKNOWN
 from steady.watch.proc import process_age_seconds
 
@@ -28,7 +30,10 @@ class Deadline:
 
         An evaluation is taken to last a third of training on as many sequences.
         """
-        self.steps, now = self.steps + 1, time.monotonic()
+        self.steps += 1
+        if ranks.device.type != "cpu" and self.steps in (1, *EARLIER, SETTING_STEP):
+            torch.accelerator.synchronize(ranks.device)  # else steps seem as short as their launch
+        now = time.monotonic()
         if self.steps == 1:  # it compiles
             self.began = now
         early = self.steps in EARLIER and ranks.broadcast(now > self.late)
