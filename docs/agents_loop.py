@@ -2,8 +2,8 @@
 
     python docs/agents_loop.py --minutes 480 patches/*.patch -- --steps 200 --seeds 13
 
-Refuses to begin with uncommitted changes. What follows -- goes to `monitor.py compare HEAD~1 HEAD`.
-A patch may not touch what judges it. One that hangs is left out after --each minutes.
+Refuses to begin with uncommitted changes. Flags after -- go to `monitor.py compare HEAD~1 HEAD`.
+A patch may not touch the code that judges it. One that hangs is left out after --each minutes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def judge(patch: str, minutes: float, flags: list[str]) -> str:
     before, kept = git("rev-parse", "HEAD").strip(), False
     try:
         git("apply", "--index", patch)
-        # both names of a file that it renames; of a repository's subfolder, without that
+        # both names of a renamed file; relative to this folder, if it is in a larger repository
         touched = git("diff", "--cached", "--name-only", "--no-renames", "--relative").splitlines()
         if any(path.startswith(JUDGES) for path in touched):
             return f"left out: it touches {', '.join(touched)}"

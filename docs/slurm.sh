@@ -12,6 +12,6 @@ srun bash -c 'exec torchrun --nnodes=$SLURM_NNODES --nproc_per_node=$NPROC --max
     --rdzv_backend=c10d --rdzv_endpoint=$ENDPOINT --rdzv_id=$SLURM_JOB_ID \
     --rdzv_conf=is_host=$((SLURM_NODEID==0)) -- train.py --auto_resume "$@"' torchrun "$@"
 
-# Not finished, as after SIGTERM, but also after an error: once more from the newest checkpoint, at
-# most 20 times; scancel ends it.
+# If the run has not finished, after SIGTERM or an error, requeue it to continue from the newest
+# checkpoint, at most 20 times; scancel ends it.
 [ $? -eq 0 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || scontrol requeue "$SLURM_JOB_ID"
