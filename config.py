@@ -45,7 +45,7 @@ NEEDED = ("data", "init_from", "model", "seq_len", "max_steps", "batch_size", "m
 
 @dataclass
 class Config:
-    # An option whose default is None gets its value in `resolve`, or once the machine is known.
+    # Options with the default None get a value in `resolve`, or once the machine is known.
     config: str | None = option(None, "YAML file of options, such as a run's config.yaml",
                                 group="run", saved=False, command_line=True, metavar="FILE")
     preset: Literal[tuple(PRESETS)] | None = option(
@@ -54,7 +54,7 @@ class Config:
     overwrite: bool = option(False, "rename out_dir to OUT_DIR.old and start afresh", saved=False)
     auto_resume: bool = option(
         False, "continue out_dir from its newest checkpoint, or start it", saved=False)
-    resume: str | None = option(None, "continue from this checkpoint, or backup's URL", saved=False)
+    resume: str | None = option(None, "continue from this checkpoint or backup URL", saved=False)
     allow_change: list[str] = option(
         [], "options that may differ from the checkpoint: seed, batch_size, data, ...", saved=False)
     seed: int = option(1337, "seed of the weights, the data order and dropout", at_least=0,
@@ -62,7 +62,7 @@ class Config:
     eval_only: bool = option(False, "evaluate a checkpoint or --init_from, and exit", saved=False)
     check_checkpoints: str | None = option(
         None, "verify the checkpoints of RUN and exit", saved=False, metavar="RUN")
-    verify_resume: int = option(0, "train 2 K steps, the last K again, compare every bit and exit",
+    verify_resume: int = option(0, "train 2 K steps, repeat the last K, compare every bit and exit",
                                 saved=False, metavar="K", at_least=0)
     json: bool = option(False, "end with losses, times and verdict as JSON", saved=False)
     estimate: int = option(0, "print estimated memory and time on N devices, then exit",
@@ -72,14 +72,14 @@ class Config:
         ["stdlib"], "token files or folders to train on, each PATH[:WEIGHT]; 'stdlib' is Python's "
         "own source code, byte by byte", group="data", metavar="PATH[:WEIGHT]")
     stage: list[str] = option(
-        [], "from a share of max_steps on, other data: 0.8 PATH[:WEIGHT] ...", metavar="SHARE|PATH")
+        [], "other data from a share of max_steps on: 0.8 PATH[:WEIGHT] ...", metavar="SHARE|PATH")
     val_data: list[str] = option(
         [], "token files to validate on (default: those beside --data)", metavar="PATH")
     seq_len: int | None = option(None, "tokens in a row (from --depth or --model)", at_least=1,
                                  at_most=2**24, fixed="trajectory")
     data_mode: Literal["auto", "stream", "documents", "packed"] = option(
-        "auto", "stream: blocks of one long stream; documents: one a sample, the loss counts only "
-        "responses; packed: several in a row, attention stays inside each; auto: documents where "
+        "auto", "stream: blocks of one long stream; documents: one per sample, the loss counts "
+        "only responses; packed: several in a row, attention stays inside each; auto: documents if "
         "there are prompts", fixed="trajectory")
     num_workers: str = option(
         "auto", "loader processes per rank; auto is 0 on a CPU, the fastest there", metavar="N")
@@ -98,12 +98,12 @@ class Config:
     lora_targets: list[str] = option(
         ["all-linear"], "layers to adapt, by name suffix: q_proj, ...", fixed="weights")
     resize_embeddings: bool = option(False, "add rows for new token ids, each the mean of the old")
-    depth: int | None = option(None, "layers, from which shape and recipe follow (default: 2)",
+    depth: int | None = option(None, "layers; they determine shape and recipe (default: 2)",
                                at_least=1, at_most=200)
     model: Literal[("default", *MODELS, "transformers")] = option(
-        "default", "shape by name; transformers: another architecture, of --init_from")
+        "default", "shape by name; transformers: another architecture, from --init_from")
     n_layer: int | None = option(
-        None, "transformer blocks (default: from --depth, --model, as below)", at_least=1,
+        None, "transformer blocks (default, as below: from --depth or --model)", at_least=1,
         at_most=10_000, fixed="weights")
     n_head: int | None = option(None, "query heads", at_least=1, at_most=2**20, fixed="weights")
     n_kv_head: int | None = option(None, "key and value heads; fewer than n_head is GQA",
@@ -128,18 +128,18 @@ class Config:
         "frequency factor, original context", above=0, fixed="function")
     max_position: int | None = option(None, "context of an export (default: seq_len)", at_least=1)
     norm_eps: float = option(1e-6, "epsilon of the RMSNorms", above=0, fixed="function")
-    dropout: float = option(0.0, "on attention, blocks and embeddings", at_least=0, below=1)
+    dropout: float = option(0.0, "rate in attention, blocks and embeddings", at_least=0, below=1)
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = option(
         "auto", "SDPA backend, refused if it cannot run here; auto: any, on a CPU also matmul")
     activation_checkpointing: Literal["none", "full"] = option(
         "none", "full recomputes each block in the backward pass: less memory, 1/3 more work")
 
-    max_steps: int | None = option(None, "optimizer steps in all (default: from --depth, or 1000)",
+    max_steps: int | None = option(None, "total optimizer steps (default: from --depth, or 1000)",
                                    group="optimization", at_least=1, at_most=10**12)
     epochs: int | None = option(
         None, "passes over the data, in place of max_steps", at_least=1, at_most=10**6, saved=False)
     max_minutes: float | None = option(
-        None, "time budget in minutes, or the Slurm job's; sets max_steps", above=0, at_most=1e7)
+        None, "minutes to train, at most the Slurm job's; sets max_steps", above=0, at_most=1e7)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices (default: from --depth, --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
@@ -151,12 +151,12 @@ class Config:
     learning_rate: float | None = option(
         None, "peak rate (default: from --depth or --model, less for larger d_model)", above=0)
     min_learning_rate: float = option(0.0, "learning rate at the end of the schedule", at_least=0)
-    warmup_steps: int | None = option(None, "linear (default: 2 %% of max_steps)", at_least=0)
+    warmup_steps: int | None = option(None, "warm-up (default: 2 %% of max_steps)", at_least=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] | None = option(
-        None, "wsd is stable, then a linear decay (default: wsd; with --init_from cosine)")
+        None, "wsd: constant, then a linear decay (default: wsd; cosine with --init_from)")
     decay_fraction: float = option(0.7, "share of max_steps in wsd's decay", at_least=0, at_most=1)
     weight_decay: float | None = option(
-        None, "decoupled, on 2-D block weights (default: from --depth, else 0.1)", at_least=0)
+        None, "decoupled, of 2-D block weights (default: from --depth, else 0.1)", at_least=0)
     beta1: float = option(0.9, "AdamW's first moment decay", at_least=0, below=1)
     beta2: float = option(0.95, "AdamW's second moment decay", at_least=0, below=1)
     grad_clip: float = option(1.0, "global gradient norm to clip to; 0: off", at_least=0)
@@ -186,7 +186,7 @@ class Config:
         None, "peak TFLOP/s of an unknown device, for MFU and --estimate", above=0)
     tensorboard: bool = option(True, "write TensorBoard event files")
     tensorboard_dir: str | None = option(
-        None, "folder for them (default: the cloud's, or out_dir/tensorboard)", metavar="DIR")
+        None, "folder of event files (default: the cloud's, or out_dir/tensorboard)", metavar="DIR")
     tensorboard_flush_secs: int = option(120, "seconds between flushes", at_least=1, at_most=10**6)
     tracker: Literal["none", "wandb", "swanlab", "trackio"] = option("none", "send metrics there")
     wandb: bool = option(False, "the same as --tracker wandb", saved=False)
@@ -249,8 +249,8 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
 def of_depth(depth: int) -> dict:
     """The shape of --depth and its recipe.
 
-    Tokens grow like weights, as depth^3 (arXiv:2203.15556); half of that each in the batch and the
-    steps. Weight decay remembers the same share of a run (arXiv:2505.13738).
+    Tokens grow like weights, as depth^3 (arXiv:2203.15556), batch and steps by the square root of
+    that each. Weight decay averages over the same share of a run (arXiv:2505.13738).
     """
     n_head = depth if depth >= 4 else 2 * depth  # of width 64, or 32
     n_kv_head = n_head // 2 if n_head % 2 == 0 else n_head
@@ -271,9 +271,9 @@ def resolve(cfg: Config) -> Config:
     given, so that a run can continue on another machine. Raises ConfigError.
     """
     shape = of_depth(cfg.depth or 2) if cfg.model == "default" else MODELS.get(cfg.model, {})
-    shape = SHAPE_DEFAULTS | shape  # of transformers: set by --init_from
+    shape = SHAPE_DEFAULTS | shape  # --model transformers: set by --init_from
     shape |= {"max_steps": None} if cfg.epochs else {}  # `load_data` knows it
-    if cfg.d_model and "d_model" in shape:  # a wider one takes a lower rate (arXiv:2203.03466)
+    if cfg.d_model and "d_model" in shape:  # wider models take a lower rate (arXiv:2203.03466)
         shape["learning_rate"] *= min(1.0, shape["d_model"] / cfg.d_model)
     cfg = replace(cfg, **{k: v for k, v in shape.items() if getattr(cfg, k) is None})
     if cfg.depth and cfg.model != "default":
@@ -281,7 +281,7 @@ def resolve(cfg: Config) -> Config:
     if cfg.model == "transformers" and not cfg.init_from:
         raise ConfigError("--model transformers: expected --init_from with it")
     cli.check_bounds(cfg)
-    if cfg.max_minutes:  # the warm-up ends as max_steps is known
+    if cfg.max_minutes:  # the warm-up lasts until max_steps is known
         cfg.max_steps = UNKNOWN
         cfg.warmup_steps = 100 if cfg.warmup_steps is None else cfg.warmup_steps
     if cfg.warmup_steps is None and cfg.max_steps:

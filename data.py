@@ -1,4 +1,4 @@
-"""What the loop needs of data: the mixture of datasets, generated samples, the loader.
+"""The data that the loop trains on: the mixture of datasets, generated samples, the loader.
 
 The sample at global position g (0, 1, 2, … over the whole run) is a function of (seed, g) alone,
 and each step takes the next batch_size positions. So a run resumes at any step in constant time,
@@ -44,25 +44,25 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # [B, T]; [B, T + 1] if targets is None: each target is the next token
     targets: torch.Tensor | None = None  # [B, T], IGNORE for positions without a loss
-    documents: torch.Tensor | None = None  # [B, T]: of each token, or packing.boundaries
-    source: torch.Tensor | None = None  # [B]: index of the dataset, where there are several
+    documents: torch.Tensor | None = None  # [B, T]: each token's document, or packing.boundaries
+    source: torch.Tensor | None = None  # [B]: index of the row's dataset, if there are several
 
     def to(self, device: torch.device, rows: int | None = None) -> "Batch":
-        """With ids as int64 [B, T], floats as they are, on `device`; asynchronous if pinned.
+        """The batch on `device`, ids as int64 [B, T], floats unchanged; asynchronous if pinned.
 
-        rows: how many are not dummies; the targets of the others are ignored.
+        rows: the number of real rows; the dummy rows after them get IGNORE as targets.
         """
-        on = device if device.type == "cuda" else "cpu"  # narrow ids cross the bus: widened there
+        on = device if device.type == "cuda" else "cpu"  # ids cross the bus narrow, then widen
         batch = Batch(*(x if x is None else x.to(on, non_blocking=True) for x in self))
         tokens, targets, documents, source = (x if x is None else (
             x if x is batch.documents or x.is_floating_point() else x.long()).to(device)
             for x in batch)
-        if documents is not None and documents.ndim == 1:  # compiled for any number of them
+        if documents is not None and documents.ndim == 1:  # compiled once for any number
             mark_dynamic(documents, 0)
         if targets is None:
             tokens, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
         if rows is not None and rows < len(targets):
-            targets = targets.clone()  # with B = 1 a view of the tokens
+            targets = targets.clone()  # with B = 1 they are a view of the tokens
             targets[max(0, rows) :] = IGNORE
         return Batch(tokens, targets, documents, source)
 
@@ -84,15 +84,15 @@ class Samples:
 
     mode, row_lengths_vary, has_prompts = "stream", False, False
     tokenizer = tokenizer_folder = end_of_text = bytes_per_token = None
-    boundaries = False  # in `rows`, in place of documents' numbers
-    details = ""  # for the screen
-    GROUP_STEPS = 32  # whose documents are sorted by length, to save padding
+    boundaries = False  # whether `rows` returns them instead of document numbers
+    details = ""  # shown at the start of a run
+    GROUP_STEPS = 32  # steps among which documents are sorted by length, to save padding
 
     def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int):
         self.name, self.n_samples, self.seq_len = name, n_samples, seq_len
         self.vocab_size, self.n_tokens = vocab_size, n_samples * seq_len
         self.datasets, self.weights = [self], {0: Fraction(1)}
-        self.fingerprint = [[name, self.n_tokens, "", ""]]  # a run continues on the same one alone
+        self.fingerprint = [[name, self.n_tokens, "", ""]]  # a run continues only if it is equal
         self.order = Order([n_samples], [Fraction(1)], seed)
 
     def batch(self, start: int, stop: int) -> Batch:
@@ -157,7 +157,7 @@ class Samples:
 class Mixture(Samples):
     """All datasets in their proportions, in the order given by `seed`. Raises ConfigError."""
 
-    ROUND = 8  # padded rows are a multiple of this long, for matrix units
+    ROUND = 8  # padded rows have a multiple of this length, for matrix units
 
     def __init__(self, datasets: list[Dataset], seed: int, vocab_size: int | None = None):
         self.datasets, self.seq_len = datasets, datasets[0].seq_len
@@ -176,7 +176,7 @@ class Mixture(Samples):
         self.order = Order([d.n_samples for d in datasets], stages[0][1], seed, stages[1:])
 
     def per_sample(self, what: str, source: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """"lengths" or "targets" of each of these documents or rows of them."""
+        """The "lengths" or "targets" of these samples: documents, or rows of several."""
         out = np.empty(len(source), np.int64)
         for k in np.unique(source):
             mine = source == k
@@ -193,7 +193,7 @@ class Mixture(Samples):
         return float((lengths**2).sum() / lengths.sum())
 
     def batch(self, start: int, stop: int) -> Batch:
-        """As Samples.batch, with ids of 2 or 4 bytes. Raises ConfigError for one too large."""
+        """As Samples.batch, with ids of 2 or 4 bytes. Raises ConfigError if an id is too large."""
         source, sample = self.order(start, stop)
         length = self.seq_len
         if self.row_lengths_vary:
@@ -218,8 +218,8 @@ class Mixture(Samples):
 def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
                  vocab_size: int | None = None, option: str = "--data",
                  mode: str = "auto", later: dict | None = None) -> Mixture | None:
-    """The mixture of the PATH[:WEIGHT] sources that `option` names; None where --data has no
-    validation data beside it. mode: as --data_mode; later: of `split_stages`. Raises ConfigError.
+    """The mixture of the PATH[:WEIGHT] sources that `option` names; None if --data has no
+    validation data beside it. mode: as --data_mode; later: from `split_stages`. Raises ConfigError.
     """
     if not (sources := find_sources(paths, split, option, later)):
         return None
@@ -252,13 +252,13 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
     cfg.max_steps = cfg.max_steps or -(-cfg.epochs * train_data.n_samples // cfg.batch_size)
     val_data = train_data if cfg.eval_only else load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
-        if val_data.mode != train_data.mode:  # of auto: their prompts would count
+        if val_data.mode != train_data.mode:  # by auto; in a stream, prompts would count
             raise ConfigError(f"{val_option}: validation data with prompts, training data without; "
                               "expected --data_mode documents, or stream to count prompts")
         if tokenizer_hash(val_data.tokenizer) != tokenizer_hash(train_data.tokenizer):
             raise ConfigError(f"{val_option}: its tokenizer is {val_data.tokenizer or 'unknown'}, "
                               f"that of --data {train_data.tokenizer or 'unknown'}")
-        if val_data.vocab_size > cfg.vocab_size:  # as where a fork adds an id to that of before
+        if val_data.vocab_size > cfg.vocab_size:  # as when a fork adds an id
             raise ConfigError(f"{val_option}: ids below {val_data.vocab_size}, those of --data "
                               f"are below {cfg.vocab_size}")
         n, order = eval_samples(cfg, val_data), val_data.order
@@ -267,7 +267,7 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
             only = np.identity(len(order.sizes), int).tolist()
             stages = [(sum(order.sizes[:k]), weights) for k, weights in enumerate(only)]
         val_data.order = Order(order.sizes, stages[0][1], order.seed, stages[1:])
-        val_data.group_by_length(1, n)  # one window, which ends at n: no draw by length
+        val_data.group_by_length(1, n)  # in one window of n: the samples stay the same
         counted = val_data.mode == "stream" or val_data.per_sample("targets", *val_data.order(0, n))
         if not np.any(counted) and (cfg.eval_interval or cfg.eval_only):
             raise ConfigError(f"{val_option}: none of the {n} sequences of an evaluation has a "
@@ -279,15 +279,15 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
 
 
 def eval_samples(cfg: Config, data: Mixture) -> int:
-    """How many samples one evaluation looks at: at most all, which is also what 0 steps mean."""
+    """The number of samples in one evaluation, at most all of them; 0 eval_steps means all."""
     return min(cfg.eval_steps * cfg.batch_size or data.n_samples, data.n_samples)
 
 
 def what_is_evaluated(cfg: Config, data: Mixture | None) -> dict:
-    """What a validation loss is of: two are compared only where all of this is the same."""
+    """The data and options behind a validation loss: losses compare only if these are equal."""
     if data is None or cfg.eval_only:
         return {}
-    n = eval_samples(cfg, data)  # all: whatever the weights
+    n = eval_samples(cfg, data)  # a full evaluation ignores the weights
     weights = [each.weights[0] if n < data.n_samples else each.n_samples for each in data.datasets]
     files = repr((data.fingerprint, [*map(str, weights)]))
     return {"validation data": hashlib.blake2b(files.encode(), digest_size=8).hexdigest(),
@@ -318,7 +318,7 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
         pin_memory=cfg.pin_memory and device.type == "cuda",
         prefetch_factor=cfg.prefetch_factor if workers else None,
         multiprocessing_context=FORK if workers else None,
-        generator=torch.Generator())  # the default would draw from the one that dropout uses
+        generator=torch.Generator())  # the default would use up dropout's random numbers
     ahead = []
     for (start, _, end), batch in zip(positions(), batches, strict=True):
         if isinstance(batch, Exception):

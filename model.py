@@ -1,12 +1,12 @@
 """A decoder-only Transformer of the Llama / Qwen family: its loss, its FLOPs, its sampler.
 
-`model(tokens, targets, documents)` returns losses, without targets logits. The model knows nothing
-of ranks, devices or precision: train.py applies those from outside.
+`model(tokens, targets, documents)` returns losses, or logits without targets. The model knows
+nothing of ranks, devices or precision: train.py applies those from outside.
 
 Shapes: B sequences, T tokens, C = d_model, H heads of width D, V vocabulary.
 """
 
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":  # first: the imports below take seconds
     from steady.guard.process import start
 
     start("tools.generate:main")
@@ -50,7 +50,7 @@ class Where(NamedTuple):
 
     cos: Tensor  # of its position, [B or 1, T, 1, D]
     sin: Tensor
-    mask: Tensor | None = None  # bool [B, 1, T, S], causal too; None: all before in the row
+    mask: Tensor | None = None  # bool [B, 1, T, S], also causal; None: all earlier ones in the row
     boundaries: Tensor | None = None  # instead of a mask: steady.tokens.packing.boundaries
 
 
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = cfg.n_head, cfg.n_kv_head, cfg.head_dim
         self.dropout, self.auto = cfg.dropout, cfg.attention == "auto"
-        heads = cfg.n_head + 2 * cfg.n_kv_head  # one large product is faster than three
+        heads = cfg.n_head + 2 * cfg.n_kv_head  # one large matmul is faster than three
         self.qkv = nn.Linear(cfg.d_model, heads * cfg.head_dim, bias=bool(cfg.qkv_bias))
         self.out = nn.Linear(cfg.n_head * cfg.head_dim, cfg.d_model, bias=False)
         norm = layers.RMSNorm if cfg.qk_norm else nn.Identity
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         if not (torch.compiler.is_compiling() or isinstance(self.q_norm, layers.RMSNorm)):
             v = v.clone()  # a view would keep q and k for the backward pass
-        q = layers.rotate(self.q_norm(q), where.cos, where.sin).to(v.dtype)  # in fp32 inside
+        q = layers.rotate(self.q_norm(q), where.cos, where.sin).to(v.dtype)  # computed in fp32
         k = layers.rotate(self.k_norm(k), where.cos, where.sin).to(v.dtype)
         if where.boundaries is not None:
             if where.mask is not None:
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         if cache is not None:
             k, v = cache.append(k, v)
-        # a mask is causal itself; a single token behind a cache attends to the whole cache
+        # a mask is already causal; a single token after a cache attends to the whole cache
         causal = where.mask is None and (cache is None or q.shape[2] > 1)
         dropout = self.dropout if self.training else 0.0
         y = layers.attend(q, k, v, where.mask, causal=causal, dropout=dropout, auto=self.auto)
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    takes_boundaries = True  # as `documents`; without this a model gets numbers [B, T]
+    takes_boundaries = True  # for `documents`; without this a model gets numbers [B, T] instead
 
     def __init__(self, cfg: Config):
         super().__init__()
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def where(self, documents: Tensor | None, shape: torch.Size, start: int = 0) -> Where:
-        """For tokens [B, T] from position `start` on. Change the attention mask here."""
+        """The Where of tokens [B, T] from position `start` on. Change the attention mask here."""
         if documents is None:
             here = slice(start, start + shape[1])
             return Where(self.cos[here], self.sin[here])
@@ -203,7 +203,7 @@ def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) 
     return products + round(12 * cfg.n_layer * width * (length or cfg.seq_len))
 
 
-# For keys that grow by one, cuDNN would make a plan for each length.
+# In generation keys grow by one, and cuDNN would make a new plan for each length.
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -233,7 +233,7 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
             caches = [layers.KVCache(capacity) for _ in model.blocks]
         unseen = tokens[:, start + caches[0].length :]
         logits = model.head(model.hidden(unseen, caches)[:, -1])
-        if not all(cache.length for cache in caches):  # a layer of a fork ignores its own
+        if not all(cache.length for cache in caches):  # a fork's layer ignores its cache
             caches = None
         new = sample_token(logits, temperature, top_k, top_p)
         if stop:
@@ -248,7 +248,7 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """logits [B, V] → a token for each row, [B, 1]; arguments as in `generate`."""
-    if temperature < 1e-6:  # or the quotient below would overflow
+    if temperature < 1e-6:  # else the division below would overflow
         return logits.argmax(-1, keepdim=True)
     if top_k:
         kept = logits.topk(min(top_k, logits.shape[-1])).values

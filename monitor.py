@@ -13,7 +13,7 @@ It needs this file and steady/watch/, nothing else. An ordinary step costs a few
 tensors stay on their device until the next log. Findings come from the rows of metrics.jsonl.
 """
 
-if __name__ == "__main__":  # before the imports below, for they take seconds
+if __name__ == "__main__":  # first: the imports below take seconds
     from importlib.util import find_spec
 
     if find_spec("steady.guard"):  # else a copy in another project: see the last lines
@@ -42,16 +42,16 @@ from steady.watch.sinks import Sinks, TensorBoard, say
 from steady.watch.trends import Spikes
 
 CHECK_SHARE = 1e-3  # of the time, at most, for computing findings
-accounted_s = 0.0  # of this process's age, by an earlier Monitor of it
+accounted_s = 0.0  # of this process's age, logged by its earlier Monitors
 
 
 class Monitor:
     """Times phases, gathers metrics, writes a row every `log_interval` steps, reports findings.
 
     out_dir: only rank 0 writes there; None writes nothing. level: "off" (loss and throughput) or
-    more. first_step: of this process; rows of later steps are cut off. last_step: of the run, or a
+    more. first_step: of this process; rows from it on are cut off. last_step: of the run, or a
     function returning it. peak_flops: of all devices. about: facts on the run, such as vocab_size.
-    tensorboard: its folder, True for out_dir/tensorboard. tracker: its module, settings to show.
+    tensorboard: its folder, True for out_dir/tensorboard. tracker: (its module, settings to show).
     group: a gloo group of all ranks. datasets: names for `add_losses`. columns: () → more columns.
     autopsy: (step, rank) → more on an anomaly, on every rank. trace: the first of three steps.
     """
@@ -133,9 +133,9 @@ class Monitor:
              lr: float | None = None):
         """Step number `step` is done: log if it is due.
 
-        loss and tokens: of this rank (without `add_losses`'); grad_norm: of all ranks.
+        loss and tokens: of this rank (besides `add_losses`' tokens); grad_norm: of all ranks.
         """
-        step = int(step)  # of NumPy, or a float
+        step = int(step)  # it may be NumPy's, or a float
         if self.first_step is None:
             self.begin(step)
         self.clock.end_step()
@@ -181,7 +181,7 @@ class Monitor:
         self.clock.phase("logging")  # for a watchdog: an upload takes its time
         self.safely(self.check)
         self.write(self.newest_step, {"seconds": dict(self.clock.seconds)})  # since the last log
-        self.clock.take(1)  # if it is closed again
+        self.clock.take(1)  # so that a second close adds nothing
         self.sinks.close()
         return self.safely(lambda: report_text(report(self.out_dir))) or ""
 
@@ -230,7 +230,7 @@ class Monitor:
         if 0 < self.step_tokens < float("inf"):  # not NaN
             rate, padded = self.step_tokens / step_ms * 1e3, steps * self.step_tokens
             row |= {"train/tokens": self.all_tokens + round(padded), "perf/tokens_per_second": rate}
-            row |= self.columns()  # may have another count: without padding, of earlier processes
+            row |= self.columns()  # its train/tokens skip padding, include earlier processes
             real = (row["train/tokens"] - self.all_tokens) / padded
             self.all_tokens = row["train/tokens"]
             if flops := rate * self.flops_per_token:
@@ -264,7 +264,7 @@ class Monitor:
             self.check()
 
     def check(self):
-        """Report findings that are news; the next time after CHECK_SHARE of the time allows it."""
+        """Report new findings; the next check waits until this one was CHECK_SHARE of the time."""
         if not self.parts:
             return
         began = time.perf_counter()
@@ -285,7 +285,7 @@ class Monitor:
             say(f"warning: step {step}: {describe_anomaly(row)}")
 
     def safely(self, call, *args):
-        """call(*args), a part of the diagnosis: its first error ends that, but not training."""
+        """call(*args) of the diagnosis; its first error ends all but closing, and training goes on."""
         try:
             return call(*args) if self.healthy or call.__name__ == "close" else None
         except Exception as e:

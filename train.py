@@ -63,7 +63,7 @@ def train(run: "Run", batches):
     first_step = progress.step + 1
     # keeps gradients near their final size; ddp divides by world_size itself
     unit = ranks.world_size / (cfg.batch_size * cfg.seq_len)
-    gc.disable()  # collect_garbage does it, at the same steps on all ranks
+    gc.disable()  # collect_garbage collects instead, at the same steps on all ranks
     while progress.step < run.last_step and not stop.requested():
         seed_everything(cfg.seed, progress.step, ranks.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(progress.step, cfg))
@@ -95,7 +95,7 @@ def train(run: "Run", batches):
 
 
 def between_steps(run: "Run"):
-    """Clear the cache (after a save it waits for the copy), evaluate, save, sample: if due."""
+    """If due, clear the cache (before a save, or it waits for the copy), evaluate, save, sample."""
     cfg, progress = run.cfg, run.progress
     memory.clear_cache(run.ranks.device, progress.step, cfg.cache_clear_interval)
     if evaluation_due(run):
@@ -103,13 +103,13 @@ def between_steps(run: "Run"):
     if due(progress.step, cfg.save_interval, run.last_step) or run.ranks.stop.save:
         save(run)
     if due(progress.step, cfg.sample_interval) and progress.step < run.last_step:
-        show_sample(run)  # `main` shows the last step's
+        show_sample(run)  # after the last step, `train_with_recovery` does
 
 
 def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
     warmup = cfg.warmup_steps if cfg.warmup_steps <= cfg.max_steps else cfg.max_steps // 2
-    if step < warmup:  # shorter if --max_minutes leaves fewer steps
+    if step < warmup:  # cut short above if --max_minutes leaves fewer steps
         return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
     if cfg.lr_schedule == "cosine":
@@ -143,10 +143,10 @@ def seed_everything(seed: int, step: int, rank: int):
 def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     """Apply the gradients of the mean over all targets, clipped to the global norm cfg.grad_clip.
 
-    sums: losses and targets of this rank. Returns (its share of the mean loss, times the number of
-    ranks; the unclipped norm). A non-finite norm or a spike skips the update, without a sync: the
-    optimizers read a divisor and a flag on the device, `grad_scale` and `found_inf`, as torch's
-    fused kernels do. An optimizer that does not read them costs one sync a step.
+    sums: losses and targets of this rank. Returns (this rank's loss, scaled so that the mean over
+    ranks is the loss of the step; the unclipped norm). A non-finite norm or a spike skips the
+    update, without a sync: the optimizers read a divisor and a flag on the device, `grad_scale` and
+    `found_inf`, as torch's fused kernels do. An optimizer that ignores them costs a sync per step.
     """
     shards, cfg = run.ranks.shards, run.cfg
     shards.move_gradients()
@@ -157,17 +157,17 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     if dist.is_initialized():
         dist.all_reduce(of_all)  # the norm as well: all ranks must decide alike
         of_all[::2] /= run.ranks.world_size
-    share = of_all[1].clamp(min=1.0) / (cfg.batch_size * cfg.seq_len)  # fraction that are targets
+    share = of_all[1].clamp(min=1.0) / (cfg.batch_size * cfg.seq_len)  # share of tokens with a loss
     loss, grad_norm = of_all[::2] / share
     found_inf = (~grad_norm.isfinite()).float()  # or NaN
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     before = copy_of_weights(shards) if run.measures(run.progress.step + 1) else None
     if run.dir.writer:
-        run.dir.writer.finish_copy()  # of the weights, to the newest checkpoint
+        run.dir.writer.finish_copy()  # a checkpoint may still be copying the weights
     run.guard.clean = False
     found_inf = run.guard.skips(found_inf, loss, grad_norm)
     for optimizer in run.optimizers:
-        own = not type(optimizer).step.__module__.startswith("torch.")  # of a subclass, as well
+        own = not type(optimizer).step.__module__.startswith("torch.")  # also a subclass's own
         if getattr(type(optimizer) if own else optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             optimizer.step()
@@ -181,7 +181,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     return sums[0] / share, grad_norm
 
 
-EMBEDDING_SCALE = 3.0  # of its learning rate beside Muon; measured: EXPERIMENTS.md
+EMBEDDING_SCALE = 3.0  # times the learning rate, beside Muon; measured: EXPERIMENTS.md
 
 
 def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
@@ -191,7 +191,7 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
     for path, module in model.named_modules():
         for name, p in module.named_parameters(path, recurse=False):
             table = isinstance(module, nn.Embedding)
-            # a stack of matrices, as of experts; not the kernel of a convolution
+            # a stack of matrices, such as experts, but not a convolution's kernel
             stack = p.ndim == 3 and min(p.shape[1:]) > 1 and not hasattr(module, "kernel_size")
             if module in blocks and not table and (p.ndim == 2 or stack):
                 kinds[name] = "matrix"
@@ -221,7 +221,7 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
 
 
 def evaluation_due(run: "Run") -> bool:
-    """Also true on resuming at a step whose evaluation a crash prevented."""
+    """Also true on resuming at a step that crashed before its evaluation."""
     step = run.progress.step
     is_due = due(step, run.cfg.eval_interval, run.cfg.max_steps)
     return run.val_data is not None and is_due and run.progress.evaluated_step < step
@@ -229,9 +229,9 @@ def evaluation_due(run: "Run") -> bool:
 
 @torch.no_grad()
 def evaluate(run: "Run") -> float | None:
-    """Mean loss in nats over the same validation samples, of all ranks; NaN if no target counts.
+    """Mean loss in nats over all ranks, on the same samples each time; NaN if no target counts.
 
-    None after a signal to stop. With --ema, of the averaged weights. Another metric is one line:
+    None after a signal to stop. With --ema, the averaged weights' loss. Another metric is one line:
     `means.add(f"val/NAME{of}", values, batch)`, values of [B, T].
     """
     cfg, data, ranks, step = run.cfg, run.val_data, run.ranks, run.progress.step
@@ -281,7 +281,7 @@ def save(run: "Run", is_best: bool = False):
 
 def show_sample(run: "Run", title: str = ""):
     """Print text generated by the model; called on every rank."""
-    if run.ranks.rank == 0 or run.ranks.shards.size > 1:  # then it takes all of them
+    if run.ranks.rank == 0 or run.ranks.shards.size > 1:  # a sharded model takes all ranks
         if run.cfg.save_interval:
             save(run)
         previous = run.monitor.phase("evaluation")
@@ -366,8 +366,8 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     """
     rank, local_rank, world_size, local_world_size = rank_and_world()
     watchdog = Watchdog(cfg.hang_seconds)
-    uneven = bool(rundir.saved_config(cfg, out_dir))  # then it takes any number of ranks
-    micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # or refuses, at once
+    uneven = bool(rundir.saved_config(cfg, out_dir))  # a continued run takes any number of ranks
+    micro_batch = memory.micro_batch_size(cfg, world_size, uneven=uneven)  # refuses bad sizes early
     # data
     with reading_paths():
         train_data, val_data = load_data(cfg)
@@ -431,14 +431,14 @@ def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
 
 def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device: torch.device,
                dtype: torch.dtype, shards: parallel.Shards) -> nn.Module:
-    """The model, or this rank's part of it; with --init_from's weights if no checkpoint follows."""
+    """The model, or this rank's shard; has --init_from's weights unless there is a checkpoint."""
     if cfg.init_from and not checkpoint and "tokenizer" not in cfg.allow_change:
         huggingface.check_tokenizer(cfg.init_from, data)
     if cfg.model == "transformers":
         model = foreign.HFModel(cfg)
         shards.shard(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
-    checkpoint = None if cfg.lora_rank else checkpoint  # it holds only adapters
+    checkpoint = None if cfg.lora_rank else checkpoint  # with LoRA it holds only adapters
     memory.refuse_too_large(cfg, device, shards.size)
     whole = shards.size == 1 and not cfg.lora_rank  # else sharded or cast before it is allocated
     with torch.device(device if whole else "meta"), parallel.Initializer(None):  # sets nothing
@@ -522,10 +522,10 @@ def train_with_recovery(run: Run):
             if run.dir.writer:
                 run.dir.writer.wait()
             report = run.monitor.close()
-    ranks.watchdog.ended.set()  # an upload may take hours
+    ranks.watchdog.ended.set()  # first: an upload may take hours
     if run.dir.writer:
         run.dir.writer.close(stop.asked)  # after a signal, time is short
-    received = -ranks.minimum(-stop.received[0])  # together: torchrun kills all if one leaves
+    received = -ranks.minimum(-stop.received[0])  # together: torchrun kills the rest if one leaves
     stop.signal = stop.signal or received
     if ranks.rank == 0:
         early_end = opening.early_end(cfg, progress, stop.signal)
