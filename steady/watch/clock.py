@@ -14,7 +14,7 @@ WINDOW = 100  # newest steps, at most, for the median and the 95th percentile
 class Clock:
     """Times phases and steps. current, since: the phase now, and the perf_counter at its start.
 
-    name: the loop's own for a part of "other". sampled: on a GPU also time some steps by events.
+    name: the loop's, may be a part of "other". sampled: on a GPU also time some steps by events.
     """
 
     def __init__(self, device: torch.device, sampled: bool):
@@ -26,7 +26,7 @@ class Clock:
         self.events = DeviceTimes() if device.type == "cuda" and sampled else None
 
     def phase(self, name: str) -> str:
-        """Begin a phase, of PHASES or a part of "other"; returns the one that this ends."""
+        """Begin a phase, one of PHASES or a part of "other"; returns the phase that this ends."""
         if not self.is_cpu and name in OUTSIDE_PHASES and name != self.current:
             torch.accelerator.synchronize(self.device)  # queued work belongs to the steps
         now, ended = time.perf_counter(), self.name

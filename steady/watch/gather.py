@@ -13,7 +13,7 @@ def scalar(value):
     try:
         if not isinstance(value, Tensor):
             return float(value if isinstance(value, (int, float)) else np.mean(value))
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of FSDP: a norm
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # FSDP's norm
         if value.dim():
             return value.detach().mean(dtype=torch.float32)
         # a copy, as a loop may add to the same tensor; in bf16 a sum of ones would end at 256

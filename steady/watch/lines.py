@@ -18,7 +18,7 @@ def parts_of(place: str) -> tuple[str, str, str]:
 
 
 def by_function(places) -> Iterable[list[str]]:
-    """The places of each function, without those without a name and waits for the loader."""
+    """The places of each function, except nameless ones and waits for the loader."""
     functions = {}
     for place in places:
         where, name, library = parts_of(place)
@@ -34,9 +34,9 @@ def longer_lines(ms: list[float], looks: list[dict[str, int]],
     """(ms per step, half its 95 % interval, place) of each function that takes longer than `factor`
     times as long as before, the largest first.
 
-    ms, looks: of a phase in a step, before and after. Of each function the line that grew most.
-    Each sample is a Bernoulli trial, so the interval is binomial; for a phase too short to be
-    sampled often, it is the whole phase.
+    ms, looks: of a phase in a step, before and after. The place is the function's line that grew
+    most. Each look is a Bernoulli trial, so the interval is binomial; for a phase
+    without looks, it is the whole phase.
     """
     totals = [sum(lines.values()) for lines in looks]
     found = []

@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from steady.watch import proc
 
-SECONDS_BETWEEN = 0.5  # readings that cost more than a few microseconds: 0.1 % of the time
-MOST_THREADS = 16  # read, the oldest
+SECONDS_BETWEEN = 0.5  # between slower readings: so they take 0.1 % of the time
+MOST_THREADS = 16  # only the oldest are read
 TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class Probe:
-    """Fixed work: a running sum on one core (several might be waited for), a product on a GPU."""
+    """Fixed work: a running sum on one core (others might be busy), a matrix product on a GPU."""
 
     def __init__(self, device: torch.device):
         self.ones, self.large, self.events = torch.ones(32_000), None, None
@@ -38,7 +38,7 @@ class Probe:
             self.result = torch.empty_like(self.large)
 
     def read(self) -> dict[str, float]:
-        """Microseconds; of the GPU's product started at an earlier call."""
+        """Times in microseconds; the GPU's is of the product started at an earlier call."""
         times = []
         for _ in range(3):  # the best: an interrupted try says nothing about the cores
             began = time.perf_counter()
@@ -60,7 +60,7 @@ class Machine:
     """Reads possible causes of slow steps outside the training loop, on the training thread."""
 
     def __init__(self, device: torch.device, step: int, out_dir: Path):
-        """Counts from here, after this step."""
+        """Counts from now on; step: the last one before."""
         self.device, self.out_dir, self.probe = device, out_dir, Probe(device)
         self.read_step, self.slow_read = step, (-math.inf, step, counters(), threads())
         self.gc_seconds, self.gc_began, self.stops = 0.0, 0.0, 0
@@ -106,16 +106,16 @@ class Machine:
 
 
 def take_signal(number: int, handler):
-    """Handle a signal that the program leaves alone, in its main thread; the handler before."""
+    """Handle a signal if the program does not, in its main thread; returns the old handler."""
     before = signal.getsignal(number)
-    free = before in (signal.SIG_DFL, signal.SIG_IGN) or (  # or of a Monitor never closed
+    free = before in (signal.SIG_DFL, signal.SIG_IGN) or (  # or is an unclosed Monitor's
         getattr(before, "__module__", None) == handler.__module__)
     with contextlib.suppress(ValueError):  # in another thread
         return signal.signal(number, handler) if free else None
 
 
 def give_back_signal(number: int, handler, before):
-    """Restore the handler before, unless the program has set another one since."""
+    """Restore the old handler, unless the program has set another one since."""
     if before is not None and signal.getsignal(number) == handler:
         with contextlib.suppress(ValueError):
             signal.signal(number, before)
@@ -141,8 +141,8 @@ def threads() -> dict[int, tuple[float, float]]:
 
 
 def counters() -> dict[str, float]:
-    """ms since the process or the machine began: of a core stolen by the hypervisor (mean of all),
-    of a CPU quota used up, of any process stalled on disks or memory. Of this thread: pages read
+    """ms since the process or the machine began: cores stolen by the hypervisor (mean over cores),
+    throttled by a CPU quota, any process stalled on disks or memory. For this thread: pages read
     back from a disk (faults), bytes read from one. Unreadable values are omitted.
     """
     fields, cpus = proc.stat_fields("thread-self"), proc.read("proc/stat").split()
@@ -158,7 +158,7 @@ def counters() -> dict[str, float]:
 
 
 def own_stalls(moved: dict[str, float]) -> dict[str, float]:
-    """Stalls of all processes count only if this thread has read from a disk meanwhile."""
+    """Stalls of any process count only if this thread has read from a disk meanwhile."""
     kept = {"memory_ms": 0.0, "disk_ms": 0.0} | moved
     faults, read_bytes = kept.pop("faults", 0), kept.pop("read_bytes", 0)
     kept["memory_ms"] *= faults > 0
@@ -167,8 +167,8 @@ def own_stalls(moved: dict[str, float]) -> dict[str, float]:
 
 
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
-    """ms/step the longest waiting thread was kept from a core (the others of an operation wait for
-    it), and ms/step the busiest other thread of Python computed."""
+    """ms/step that the longest waiting thread had no core (the others in an operation wait for it),
+    and ms/step that the busiest other Python thread computed."""
     more = {tid: [(new - old) / steps for new, old in zip(now[tid], before[tid], strict=True)]
             for tid in now.keys() & before.keys()}
     if not more:
@@ -211,7 +211,7 @@ def read_resources(device: torch.device, out_dir: Path) -> dict[str, float]:
 def limits(row: dict, device: torch.device) -> dict[str, float]:
     """How far each resource of this process can grow, GB and counts; row: its use now.
 
-    The ranks, as if all were on this host, have equal shares of the rest.
+    Ranks, as if all were on this host, share equally the memory and threads still free.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     threads, host_gb = row.get("memory/threads", 0), row.get("memory/host_anonymous_gb", 0.0)
@@ -220,6 +220,6 @@ def limits(row: dict, device: torch.device) -> dict[str, float]:
              "limit/open_files": proc.soft_limit("RLIMIT_NOFILE")}
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # without the share of others, and of the driver
+        # excludes memory of other processes and of the driver
         found["limit/device_gb"] = (free + torch.cuda.memory_reserved(device)) / 1e9
     return {name: limit for name, limit in found.items() if math.isfinite(limit)}

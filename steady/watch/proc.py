@@ -27,7 +27,7 @@ def number(path: str, after: str = "") -> float:
 
 
 def names(folder: str) -> list[str]:
-    """Of the files in a folder below ROOT; [] without one."""
+    """Names of the files in a folder below ROOT; [] if there is no such folder."""
     try:
         return os.listdir(ROOT / folder)
     except OSError:
@@ -52,7 +52,7 @@ def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
 
 
 def process_age_seconds() -> float:
-    """Seconds since this process was started; 0 if unknown, or for a notebook, which waits."""
+    """Seconds since this process was started; 0 if unknown or in a notebook, idle for long."""
     if not hasattr(sys, "ps1") and (fields := stat_fields("self")):
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
@@ -67,7 +67,7 @@ def available_bytes() -> float:
         if math.isfinite(limit) and math.isfinite(used):
             files = (number(f"{folder}/memory.stat", f"\n{kind}_file ")
                      for kind in ("inactive", "active"))
-            rooms.append(limit - used + sum(files))  # pages of files are taken back
+            rooms.append(limit - used + sum(files))  # the kernel can drop cached files
     return max(0.0, min(rooms))
 
 

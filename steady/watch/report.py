@@ -15,7 +15,7 @@ FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/
            "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
 NO_TRAINING = ("data", "start-up", *OUTSIDE_PHASES, "lost")
 KINDS = ("start-up", *STEP_PHASES, *OUTSIDE_PHASES, "lost")
-LASTING = ("slow", "eager", *RESOURCES)  # once a process, though their estimated start moves
+LASTING = ("slow", "eager", *RESOURCES)  # reported once a process, as their estimated start moves
 UNKNOWN_CAUSES = ("", "unexplained")
 
 
@@ -56,7 +56,7 @@ def reported_before(now: list[Finding], history: History) -> list[list[dict]]:
 
 
 def waits_for_lines(history: History) -> bool:
-    """Whether more looks of the sampler are worth their price: at first, and to name a line."""
+    """Whether more looks of the sampler are worth their cost: at first, and to name a line."""
     return len(history.rows) < 2 * BASELINE or any(
         found.until is None and not is_certain(found) for found in slowdown(history))
 
@@ -117,7 +117,7 @@ def verdict(out: dict) -> list[str]:
     lines = [str(each) for each in out["findings"]]
     codes = {each.code for each in out["findings"]}
     began = [each.since for each in out["findings"] if each.code == "slower"]
-    lines += [old["text"] for old in out["reported"]  # live, of steps no longer in the history
+    lines += [old["text"] for old in out["reported"]  # live, about steps no longer in the history
               if old["code"] not in codes and isinstance(old.get("text"), str)
               and (old["code"] != "slow" or old["reported_at"] < min(began, default=math.inf))]
     codes |= {old["code"] for old in out["reported"]}

@@ -30,9 +30,9 @@ from steady.watch.sinks import say
 
 SECONDS = 0.1  # between two looks, in the mean
 HURRY = 3  # times as often at first, and while a finding waits for its line
-SWITCH_SECONDS = 5e-4  # how late a look may come while Python computes; its own 5 ms hide lines
-MOMENT = 1e-2  # seconds, at most; half of it makes up for the lines that hide behind the interval
-LOOK = threading.Lock()  # or one sampler would restore the interval of another, a fork keep it
+SWITCH_SECONDS = 5e-4  # how late a look may come while Python computes; the usual 5 ms hide lines
+MOMENT = 1e-2  # seconds that a punctual look waits at most, in the mean the usual 5 ms
+LOOK = threading.Lock()  # or one sampler would restore another's interval, and a fork keep it
 os.register_at_fork(before=LOOK.acquire, after_in_parent=LOOK.release, after_in_child=LOOK.release)
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
@@ -50,8 +50,8 @@ LIBRARY = sysconfig.get_paths()["stdlib"]
 def frame_of(thread_id: int):
     """The innermost frame of a thread, or None; before Python 3.12, with collections off.
 
-    There one may begin as a frame object is made, here and in `f_back`. It lets the thread run on,
-    and the object would describe a frame that has ended: a crash.
+    There a collection may begin while a frame object is made, here and in `f_back`. It lets the
+    thread run on, and the object then describes a frame that has ended: a crash.
     """
     collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
@@ -82,8 +82,8 @@ class Sampler:
             time.sleep(pause)
             late = time.perf_counter() - began - pause
             # A thread keeps Python's lock for sys.getswitchinterval(), or until a function in C
-            # returns. A look as late as that falls on the line that kept it; an earlier one would
-            # fall on the next line: it waits a moment, with a shorter interval only for so long.
+            # returns. A look that late falls on the line that kept the lock. A punctual one would
+            # fall on the line after it, so it waits a moment. Only then is the interval shorter.
             with LOOK:
                 before = sys.getswitchinterval()
                 sys.setswitchinterval(SWITCH_SECONDS)
@@ -97,7 +97,7 @@ class Sampler:
                     return
                 finally:
                     frame = None  # or the tensors in it would outlive it
-                    if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # nobody's since
+                    if abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6:  # not changed since
                         sys.setswitchinterval(before)
 
     def look(self, frame):
@@ -117,7 +117,7 @@ class Sampler:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
         {} after few looks. A place: as in lines.parts_of.
         """
-        self.thread_id = threading.get_ident()  # the Monitor may be made in another
+        self.thread_id = threading.get_ident()  # the Monitor may be made in another thread
         if self.counts.total() < LEAST:
             return {}
         taken, self.counts = self.counts, Counter()
@@ -132,7 +132,7 @@ class Sampler:
         return {"profile": profile} | ({"sources": sources} if sources else {})
 
     def name(self, code, line: int, sources: dict) -> str:
-        """Its place; adds its text to the sources if it is new."""
+        """The place of a line; adds its text to the sources if it is new."""
         line = line or code.co_firstlineno  # an instruction may have none
         where = f"{short(code.co_filename)}:{line}"
         if where not in self.named:
@@ -184,7 +184,7 @@ class Tracer:
     """Writes a trace of three steps by torch.profiler to out_dir/traces at a SIGUSR2.
 
     https://ui.perfetto.dev opens it. On CUDA, Python warns of each line that waits for the device.
-    at: from this step on, too.
+    at: a step to begin at without a signal; 0: none.
     """
 
     def __init__(self, out_dir: Path, device: torch.device, at: int = 0):
@@ -201,7 +201,7 @@ class Tracer:
             self.row["perf/disturbed"] = 1
             if step == self.first + TRACED_STEPS - 1:
                 self.end(step)
-        # a fork may profile by itself; torch does not promise this name
+        # a fork may be profiling; torch does not promise this name
         elif 0 < self.at <= step + 1 and not getattr(torch.autograd, "_profiler_enabled", bool)():
             from torch.profiler import ProfilerActivity, profile
 

@@ -1,7 +1,7 @@
 """The screen is a sink like the others: a failed write is lost, and training goes on.
 
-On a full disk, into a full pipe that does not block, after a terminal or a reader is gone. The next
-write that succeeds first reports the loss and its reason.
+Writes fail on a full disk, into a full pipe that does not block, or once a terminal or reader is
+gone. The next write that succeeds first reports the loss and its reason.
 """
 
 import os
@@ -28,7 +28,7 @@ class Printable:
 
 
 class Screen(Printable):
-    """The same, and writes whole lines, or the rest at a `flush`."""
+    """A Printable that writes whole lines, and unfinished ones at a `flush`."""
 
     def __init__(self, stream):
         super().__init__(stream)

@@ -35,7 +35,7 @@ class Sinks:
         if tensorboard:
             folder = out_dir / "tensorboard" if tensorboard is True else tensorboard
             self.open["TensorBoard"] = TensorBoard(folder, start_step + 1, flush_secs)
-        if tracker and "metrics.jsonl" in self.open:  # its process reads it
+        if tracker and "metrics.jsonl" in self.open:  # the tracker's process reads it
             self.open["tracker"] = wandb_sink.start(out_dir, *tracker)
 
     def write(self, step: int, row: dict):
@@ -96,7 +96,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     for row in (row for _, row in rows if row["step"] > start_step):
         if row.get("perf/step_ms"):
             steps_s = max(0, row["step"] - newest) * row["perf/step_ms"] / 1e3
-            lost += row.get("perf/startup_s", steps_s)  # of its first step: with the start
+            lost += row.get("perf/startup_s", steps_s)  # a first step, with the start-up
             newest = row["step"]
         if "hang" in row:  # the reason for a restart
             file.write(json.dumps({"step": start_step, "hang": row["hang"]}) + "\n")
@@ -141,14 +141,14 @@ class TensorBoard:
             self.writer.add_text("samples", textwrap.indent(str(row["sample"]), "    "), step)
 
     def print_error(self, error):
-        """Not of TensorBoard's threads: Sinks gets their errors as well."""
+        """Print a thread's error, unless it is one of TensorBoard's: Sinks gets these as well."""
         if not type(error.thread).__module__.startswith("tensorboard."):
             self.excepthook(error)
 
     def close(self):
         if self.writer:
             self.writer.close()
-            if threading.excepthook == self.print_error:  # not one that the program has set since
+            if threading.excepthook == self.print_error:  # unless the program has set another
                 threading.excepthook = self.excepthook
 
 

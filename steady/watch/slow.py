@@ -1,7 +1,7 @@
-"""Slow from the first step: the part of every step that is avoidable, the line or option, the gain.
+"""Slow from the first step: the avoidable part of every step, the line or option, the gain.
 
-No millisecond counts twice: a cause takes its time out of its phase, and the next one finds the
-rest. `python monitor.py try RUN` measures options whose gain no row shows.
+No millisecond counts twice: a cause takes its time out of its phase, and the next one only gets the
+rest. `python monitor.py try RUN` measures options that the rows cannot judge.
 """
 
 import itertools
@@ -20,7 +20,7 @@ LEAST_LOOKS = 40  # of the sampler, to name lines
 WORTH_REPORTING = 0.1  # of a step, in all
 WORTH_NAMING = 0.05  # of a step
 STARVED = 0.15  # of a step, waiting for loader processes: less is the price of handing a batch over
-ALWAYS = 0.25  # quantile over logs: what comes and goes is not slow from the start
+ALWAYS = 0.25  # quantile over logs: a cause that comes and goes is not slow from the start
 SLOWER_RANK = 1.3  # times the work of the others: healthy ranks reach 1.1
 RARE = 0.05  # of a step, between mean and median
 BUSY_THREAD = 0.2  # of a step
@@ -54,7 +54,7 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     mean, early = mean_row(rows), mean_row(rows[: (len(rows) + 1) // 2])
     ms = {name: ms_of(mean, name) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
     step = sum(ms.values())
-    # what began in the later half of these rows is not slow from the start
+    # a cause that began in the later half of these rows is not slow from the start
     left = Left(ms | {name: min(ms[name], ms_of(early, name)) for name in STEP_PHASES})
     if step <= 0 or mean["looks"] < LEAST_LOOKS:
         return []

@@ -29,7 +29,7 @@ READINGS = {"perf/clock_mhz": "{:.0f} MHz", "machine/gpu_celsius": "{:.0f} °C",
 # Constants, from `python -m tests.bench diagnosis` and `slowdowns`
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
 BASELINE = 10  # points that define the usual time of each phase
-SAME_WORK = 0.9, 1.1  # of a step: other work has other shares of phases
+SAME_WORK = 0.9, 1.1  # of a step's work: beyond, the phases have other shares
 LEAST = 0.025  # of a step: two quiet halves of a run differ by less
 WORTH_NAMING = 0.05  # of the time added
 # of a step, to be reported: a shared machine has its small ups and downs
@@ -37,7 +37,7 @@ LEAST_OF = {"program": 0.01, "machine": 0.1, "unclear": 0.1}
 LOWER_CLOCKS = 0.97  # of a GPU's clock before
 SLOWER_RANK = 1.1  # times the work of the others
 LINE_SURE = 1.5  # times half its 95 % interval: the surest of some ten lines is picked
-LINE_LEFT = 0.7  # of that half interval: a name for less would be noise
+LINE_LEFT = 0.7  # times that half interval must be left to explain: less is noise
 CERTAIN_LOOKS = 60  # of the sampler, to name a line
 PATIENCE = 32  # points to wait for them
 
@@ -72,8 +72,8 @@ def is_certain(found: Finding) -> bool:
 
 
 def merge(rows) -> list[dict]:
-    """Points: rows of means over at least MIN_STEPS steps, with the "first" of them, in ms of equal
-    work. Skips first steps of a process, traced steps, and logs without times.
+    """Points: mean rows over at least MIN_STEPS steps, with the "first" step of each, scaled to
+    equal work. Skips first steps of a process, traced steps, and logs without times.
 
     "work" of a row: FLOPs of a step, or its tokens, relative to the first point.
     """
@@ -95,7 +95,7 @@ def merge(rows) -> list[dict]:
 
 
 def mean_row(rows: list[dict]) -> dict:
-    """Means of measurements, the newest of counts and sizes, all looks. Not every row has them."""
+    """One row: means of measurements, newest counts and sizes, all looks. Rows may lack some."""
     profile = defaultdict(Counter)  # {phase: {place: looks}}
     for row in rows:
         for phase, lines in row.get("profile", {}).items():
@@ -104,17 +104,17 @@ def mean_row(rows: list[dict]) -> dict:
     for name in set().union(*rows) - out.keys():
         values = [row[name] for row in rows if name in row]
         out[name] = sum(values) / len(values) if name.endswith(MEASURED) else values[-1]
-        if name == "perf/slowest_rank_ratio":  # the others wait for one that evaluates alone
+        if name == "perf/slowest_rank_ratio":  # median: the others wait while one evaluates alone
             out[name] = float(np.median(values))
     return out
 
 
 def split(points: list[dict]) -> dict[str, dict[int, float]]:
-    """{series: {point: ms/step}}: time of each phase alone, and time all share.
+    """{series: {point: ms/step}}: the time of each phase alone, and the time that all share.
 
-    They share the growth of the middle one of forward, backward and optimizer: a plant in one of
-    them does not move it, a slower machine moves all. Phases only of points with as much work as
-    the newest. Outside phases: their cost per step.
+    All share the median growth of forward, backward and optimizer: a cause in one of them does not
+    move it, a slower machine moves all. Phases have values at points with as much work as the
+    newest, outside phases their cost per step.
     """
     work = statistics.median_low(point["work"] for point in points[-BASELINE:])
     same = [SAME_WORK[0] < point["work"] / work < SAME_WORK[1] for point in points]
@@ -165,7 +165,7 @@ class Rise:
 
 
 def belongs(rise: Rise, other: Rise) -> bool:
-    """Whether it is part of an event found before: it began before that was known."""
+    """Whether a rise is part of an event: it began before that event was found."""
     of_steps = {rise.series, other.series} <= {*STEP_PHASES}
     return (of_steps or rise.series == other.series) and rise.since <= other.found
 
@@ -192,7 +192,7 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
         level = float(np.clip(normal, middle - 5 * sigma, middle + 5 * sigma).mean())
         # rises are relative to the time all phases share, or the level
         unit = level if name == COMMON else points[i]["perf/step_ms"]
-        allowance = max(0.025, sigma / unit * (1 + 1 / len(normal) ** 0.5))  # few tell it roughly
+        allowance = max(0.025, sigma / unit * (1 + 1 / len(normal) ** 0.5))  # sigma is rough if few
         threshold = max(0.1, 8 * sigma / unit)
 
     values = list(series.items())
@@ -256,13 +256,13 @@ def change_point(values: np.ndarray) -> tuple[int, bool]:
 
 
 class Left:
-    """Time not explained yet, ms/step: {phase: ms}. parts: the causes that took of it."""
+    """Time not explained yet, ms/step: {phase: ms}. parts: the causes that explained the rest."""
 
     def __init__(self, ms: dict[str, float]):
         self.ms, self.total, self.parts = dict(ms), sum(ms.values()), []
 
     def take(self, code: str, ms: float, names=None, line: str = "", **values):
-        """Let a cause explain up to so many ms of these phases."""
+        """Let a cause explain up to `ms` of these phases."""
         taken = 0.0
         for name in names or self.ms:
             part = min(ms - taken, self.ms.get(name, 0.0))
@@ -276,7 +276,7 @@ class Left:
 def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str]) -> Finding:
     """The finding of a rise: the phases that became longer, the causes with their ms, the side.
 
-    series: of `split`. sources: "FILE:LINE" → source text.
+    series: from `split`. sources: "FILE:LINE" → source text.
     """
     before = range(max(0, min(rise.began, rise.since - BASELINE)), rise.since)
     end = len(points) if rise.until is None else rise.until - 3  # it ended once 3 of 5 are normal
@@ -316,7 +316,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     program = total - machine - unclear - left.ms.get(COMMON, 0.0)
     left.parts.append(Finding("unexplained", ms=float(sum(left.ms.values()))))
     left.parts.sort(key=lambda part: -part.ms)
-    # if they share all of it, show the phases with most of it
+    # if all phases share it, show those with most of it
     shown = more if of_phases else {name: ms_of(new, name) - ms_of(old, name)
                                     for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
@@ -363,7 +363,7 @@ def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
 
 
 def slowest_rank(rows: list[dict]) -> tuple[int, str, float]:
-    """(rank, phase, share) of the one named most often; the share is 0 if none is."""
+    """(rank, phase, share of votes) of the rank named slowest most often; 0 if none is."""
     votes = [(int(row["perf/slowest_rank"]), OWN_PHASES[int(row["perf/slowest_rank_phase"])])
              for row in rows if "perf/slowest_rank" in row
              and row.get("perf/slowest_rank_phase", len(OWN_PHASES)) < len(OWN_PHASES)]
@@ -372,7 +372,7 @@ def slowest_rank(rows: list[dict]) -> tuple[int, str, float]:
 
 
 def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[str, str]):
-    """Take the growth of lines beyond a machine's being `factor` times slower."""
+    """Take the growth of lines beyond that of a machine `factor` times slower."""
     for phase in left.ms.keys() & {*OWN_PHASES}:
         looks = [row["profile"].get(phase, {}) for row in (old, new)]
         phase_ms = [ms_of(row, phase) for row in (old, new)]
@@ -385,13 +385,13 @@ def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[st
 def take_waits(left: Left, old: dict, new: dict, shared: float):
     """Take the time threads were ready, or wanted to be, and did not run.
 
-    shared: ms that all phases share, explained before the time of one alone.
+    shared: ms that all phases share; waits explain these first, then single phases.
     """
     for code, column in WAITS.items():
         ms = added(old, new, column)
         left.take(code, ms, [COMMON])
         for phase in STEP_PHASES:
-            share = ms_of(new, phase) / new["perf/step_ms"]  # of it that it meets
+            share = ms_of(new, phase) / new["perf/step_ms"]  # of the waits falls into this phase
             left.take(code, share * (ms - shared), [phase])
 
 

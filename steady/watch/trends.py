@@ -27,7 +27,7 @@ def diverged(history: History) -> list[Finding]:
             found.append(Finding("validation", since, dict(loss=loss, step=step, best=best)))
     bad = [max(row.get("health/nonfinite_steps", 0), not ok)
            for row, ok in zip(rows, finite, strict=True)]
-    # of gradients alone a few: fp16's loss scaler finds its scale that way
+    # a few non-finite gradients are normal: fp16's loss scaler finds its scale that way
     total = int(steps[-1] - steps[0] + 1) if rows else 0
     if sum(bad) > (0.01 * total if finite.all() else 0):
         first = np.flatnonzero(bad)[0]
@@ -49,8 +49,8 @@ def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) ->
     smooth = np.array([np.median(rest[max(0, i - width + 1) : i + 1])
                        for i in range(LEAST - 1, len(rest))])
     newest, lowest = smooth[-1], smooth.min()
-    # From second differences: a trend hardly widens them. Those of a normal distribution have the
-    # 0.8 quantile 3.139 = 1.2816 sqrt(6); the last factor is for few logs.
+    # From second differences: a trend hardly widens them. For a normal distribution, the 0.8
+    # quantile of their size is 3.139 = 1.2816 sqrt(6) sigma; the last factor is for few logs.
     sigma = float(np.quantile(np.abs(np.diff(rest, 2)), 0.8)) / 3.139 * (1 + 5 / len(rest))
     of_a_step = sigma * math.sqrt(np.diff(steps).max())
     limit = min(max(first, uniform) + 0.5, lowest + max(0.2 * abs(lowest), 0.1, 8 * sigma),
@@ -113,7 +113,7 @@ class Spikes:
         # 1.4826 median absolute deviations are one standard deviation of a normal distribution
         spread = 1.4826 * quantile([abs(v - median) for v in recent], 0.5)
         limit = max(SPIKE_FACTOR[name] * median, median + 10 * spread)
-        return median, limit or 10 * max(recent) or math.inf  # of a hinge loss, mostly 0
+        return median, limit or 10 * max(recent) or math.inf  # limit 0: a hinge loss, mostly 0
 
 
 # --- resources -------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def runs_out(history: History) -> list[Finding]:
     """Resources that would run out before the last step."""
     about, steps, found = history.about, history.column("step"), []
     for name, (column, limit) in RESOURCES.items():
-        # of the newest process; of the disk once checkpoints are deleted as well as written
+        # since the newest process began; for the disk, once old checkpoints are deleted, too
         after = history.process_began if limit else about.get("settled_step", 0)
         used = history.column(column) * (1 if limit else -1)
         known = np.isfinite(used) & (steps > after)
@@ -158,9 +158,9 @@ def runs_out(history: History) -> list[Finding]:
 def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
     """(first step of sustained growth, slope, step of reaching the limit) or None.
 
-    Of all samples, or of the newest half or quarter, in case the first are warm-up. Growth must go
-    on through five blocks, leave the range seen before, and reach the limit within HORIZON times
-    its length so far, also if it slows down like 1 - exp(-t).
+    Looks at the newest quarter, then half, then all samples, as the first may be warm-up. Growth
+    must go on through five blocks, leave the range seen before, and reach the limit within HORIZON
+    times its length so far, even if it slows down like 1 - exp(-t).
     """
     for start in (3 * len(values) // 4, len(values) // 2, 0):
         x, y = steps[start:], values[start:]
@@ -168,7 +168,7 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
             continue
         blocks = np.array([np.median(block) for block in np.array_split(y, 5)])
         rises, total = np.diff(blocks), blocks[-1] - blocks[0]
-        if (rises.min() <= total / 16  # a quarter of the mean; a single step rises in one of them
+        if (rises.min() <= total / 16  # a quarter of the mean rise; a single jump is in one
                 or blocks[-1] - values[: start + len(y) // 5].max() < 0.5 * total):
             continue  # a sawtooth
         slope, level = np.polyfit(x, y, 1)

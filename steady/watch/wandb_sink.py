@@ -52,7 +52,7 @@ def start(run_dir: Path, tracker: str, settings: dict) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen):
-    """Raises if it does not take the last rows, or was killed and has not said why."""
+    """Raises if the process does not take the last rows, or was killed without saying why."""
     process.stdin.close()
     try:
         status = process.wait(END_SECONDS)
