@@ -119,7 +119,7 @@ class Checkpoint:
         disk.delete(self.path.with_name(other))
 
     def set_aside(self):
-        """Rename it to NAME.set-aside, or .set-aside-2, …, so that it counts no longer."""
+        """Rename it to NAME.set-aside, or .set-aside-2, …, so that it is no longer used."""
         self.path.rename(unused_name(self.path.with_name(self.name + SET_ASIDE)))
 
 
@@ -149,7 +149,7 @@ def find_corruption(path: Path) -> str | None:
                 return "its checksum is wrong"
         read_checkpoint(path)
     except Exception as e:  # zipfile, pickle and torch each have errors of their own
-        # a place outside the file, or it has just been deleted
+        # EINVAL: a place outside the file; ENOENT: just deleted
         if isinstance(e, OSError) and e.errno not in (errno.EINVAL, errno.ENOENT):
             raise
         return f"cut short, or not a checkpoint ({type(e).__name__})"
@@ -169,7 +169,7 @@ def unused_name(path: Path) -> Path:
 
 
 def tree_map(call, *trees, name: str = ""):
-    """call(name, *leaves) of each leaf of states of one shape, in that shape."""
+    """call(name, *leaves) for the leaves of equally nested states, nested in the same way."""
     first = trees[0]
     if not isinstance(first, (dict, list, tuple)):
         return call(name.lstrip("."), *trees)
@@ -193,10 +193,10 @@ def compare(a, b, name: str = "") -> tuple[int, list[str]]:
 
 
 def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dict:
-    """The state of a run from the states of all ranks: of n rows of each tensor, rows(n).
+    """The state of a run from the states of all ranks; of each tensor's n rows, only rows(n).
 
-    Numbers, buffers and whatever else is not sharded come from the first. copy: keep no tensor in
-    a mapped file.
+    Numbers, buffers and whatever else is not sharded come from the first. copy: copy all tensors
+    out of mapped files.
     """
     def join_parts(name: str, *parts):
         first = parts[0]
@@ -216,7 +216,7 @@ def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dic
 
 
 def averaged(state: dict) -> dict:
-    """The state for use elsewhere: with --ema, its averages are the weights."""
+    """The state for use elsewhere: with --ema, the averages replace the weights."""
     return state | {"model": state["model"] | state.get("ema", {})}
 
 
@@ -261,7 +261,7 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
     damage, found = {}, list_checkpoints(folder)  # damage: of each damaged checkpoint
     for checkpoint in reversed(found):
         if wrong := retry(checkpoint.find_damage):
-            if list_checkpoints(folder)[-1:] != found[-1:]:  # a run that goes on has deleted it
+            if list_checkpoints(folder)[-1:] != found[-1:]:  # its run goes on and has deleted it
                 return latest_valid(folder, ours)
             damage[checkpoint] = wrong
             continue
@@ -287,7 +287,7 @@ def rotate(folder: Path, keep: int):
 
 
 def adopt_drafts(folder: Path):
-    """Holding the lock: rename complete folders left by a killed process, delete other drafts."""
+    """With the lock held: rename complete folders of a killed process, delete other drafts."""
     for draft in sorted(folder.iterdir(), reverse=True):  # a process's newest attempt first
         if match := DRAFT.fullmatch(draft.name):
             final = folder / match[1]

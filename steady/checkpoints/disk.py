@@ -30,7 +30,7 @@ def atomic_write(path: Path):
         yield draft
         put_in_place(draft, path)
     except OSError as e:
-        if e.errno and not e.filename:  # as an error in writing has none
+        if e.errno and not e.filename:  # errors in writing have none
             e.filename = str(path)
         raise
     finally:
@@ -40,7 +40,7 @@ def atomic_write(path: Path):
 
 def put_in_place(draft: Path, path: Path):
     """Rename a draft to `path`; a folder takes the place of another folder."""
-    old = path.with_name(f"{path.name}.tmp-0-0")  # after a kill `adopt_drafts` takes one of both
+    old = path.with_name(f"{path.name}.tmp-0-0")  # after a kill `adopt_drafts` takes one of the two
     if draft.is_dir():
         sync(draft)
         if path.is_dir():
@@ -95,7 +95,7 @@ def retry(call):
 def disk_error(error: BaseException, folder: Path, advice: str = "") -> str:
     """Describe an error in writing to `folder`. advice: added if the disk is full."""
     cause = error
-    while cause and getattr(cause, "errno", None) not in FULL:  # torch hides it behind its own
+    while cause and getattr(cause, "errno", None) not in FULL:  # torch wraps it in its own errors
         cause = cause.__cause__ or cause.__context__
     if not cause:
         return str(error)

@@ -161,7 +161,7 @@ def claim(out_dir: Path | None, overwrite: bool = False):
                 old = checkpoints.unused_name(Path(f"{place}.old"))
                 os.rename(place, old)
             print(f"warning: the run that was in {out_dir} is now in {old}", flush=True)
-            return claim(Path(place))  # not ".", which moved along
+            return claim(Path(place))  # not "." here: it has moved along
         (out_dir / "checkpoints").mkdir(exist_ok=True)
         checkpoints.adopt_drafts(out_dir / "checkpoints")
         return out_dir, lock
@@ -174,7 +174,7 @@ def claim(out_dir: Path | None, overwrite: bool = False):
 def open_run_dir(run):
     """Rank 0 makes and locks the run directory, and prints a summary of the run.
 
-    Each rank whose state no rank before it has gets a writer.
+    The ranks that hold the first copy of the model each get a writer.
     """
     own, ranks, shards = run.dir, run.ranks, run.ranks.shards
     best = begin(run) if ranks.rank == 0 else None
@@ -202,7 +202,7 @@ def begin(run) -> tuple[float, int]:
         for newer in list_checkpoints(folder):
             if newer.step > step:
                 newer.set_aside()
-        if checkpoint_at(folder, step):  # verified just now; on a full disk there is room then
+        if checkpoint_at(folder, step):  # verified just now, so older ones can make room
             checkpoints.rotate(folder, cfg.keep_checkpoints)
         tokenizer, copy = run.train_data.tokenizer_folder, own.path / "tokenizer"
         if tokenizer and Path(tokenizer).resolve() != copy.resolve():
@@ -233,7 +233,7 @@ def run_id(run_dir: Path | None) -> str | None:
 
 
 def provenance() -> dict[str, str]:
-    """Notes for config.yaml on the origin of this run."""
+    """Notes on the origin of this run, for config.yaml."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -22,7 +22,7 @@ OF_THIS_RUN = {"params", "lr_scale", "weight_decay", "betas", "momentum", "eps",
 
 @dataclass
 class Progress:
-    """How far a run has come: all that a checkpoint stores beside tensors."""
+    """How far a run has come: the counts and losses that a checkpoint stores."""
 
     step: int = 0  # updates made
     position: int = 0  # the next update begins with this sample
@@ -39,8 +39,8 @@ class Progress:
 def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     """Start writing the checkpoint of this step, unless this state is saved already.
 
-    Without generator states: random numbers are a function of (seed, step, rank). The tensors are
-    the run's own, which stay as they are until the next update; on CUDA they are copied by then.
+    It has no generator states: random numbers are a function of (seed, step, rank). The tensors are
+    the run's own: they do not change before the next update, and on CUDA they are copied by then.
     alone: other ranks may be gone, and work given to the device since the update may never end.
     """
     progress, writer, data = run.progress, run.dir.writer, run.train_data
@@ -63,7 +63,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "base", None))  # of adapters
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None, alone)
-    run.dir.saved = dataclasses.replace(progress)  # not if `save` raised, as another rank was lost
+    run.dir.saved = dataclasses.replace(progress)  # not if `save` raised, say as a rank was lost
 
 
 def parameter_names(run, optimizer) -> list[str]:
@@ -108,10 +108,10 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
                           "--optimizer of that run")
     pairs = zip(state["optimizers"], state["optimizer_names"], strict=True)
     for optimizer, mine, (saved, names) in zip(run.optimizers, held, pairs, strict=True):
-        states = {i if isinstance(i, str) else mine.index(names[i]): each  # a name of its own
+        states = {i if isinstance(i, str) else mine.index(names[i]): each  # strings: its own keys
                   for i, each in saved["state"].items()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, name in enumerate(mine) if moved else ():  # else each rank has what it saved
+        for i, name in enumerate(mine) if moved else ():  # else each rank reads its own file
             for key, x in states.get(i, {}).items():
                 if isinstance(x, torch.Tensor) and x.ndim and len(x) != len(params[i]):
                     raise ConfigError(f"{checkpoint}: {type(optimizer).__name__}'s {key} of {name} "
@@ -122,7 +122,7 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
                 group.update((k, before[k]) for k in before.keys() - OF_THIS_RUN)
         optimizer.load_state_dict(saved | {"state": states, "param_groups": groups})
         for i, p in enumerate(params):
-            optimizer.state[p] |= {  # in their own dtype: torch has cast them to the weight's
+            optimizer.state[p] |= {  # restore their dtype: torch has cast them to the weight's
                 name: x.to(p.device) for name, x in states.get(i, {}).items()
                 if isinstance(x, torch.Tensor) and x.dtype != optimizer.state[p][name].dtype}
     if state["scaler"] and run.ranks.scaler.is_enabled():
@@ -137,7 +137,7 @@ def restore_progress(run, state: dict):
         setattr(progress, name, state.get(name, value))
     changed = [name for name in before.evaluated
                if progress.evaluated.get(name) != before.evaluated[name]]
-    if changed:  # its losses cannot be compared with new ones
+    if changed:  # older losses cannot be compared with new ones
         if progress.best_step and before.step == 0 and run.ranks.rank == 0:
             print(f"resume  {', '.join(changed)} changed since step {progress.step}: the best "
                   "validation loss and --patience begin anew", flush=True)
@@ -145,7 +145,7 @@ def restore_progress(run, state: dict):
         progress.evaluated = before.evaluated
     if run.train_data.row_lengths_vary and cfg.batch_size != state["config"]["batch_size"]:
         progress.position += -progress.position % cfg.batch_size  # between two groups
-    if cfg.epochs and not progress.rollbacks:  # the batch size may have been another one
+    if cfg.epochs and not progress.rollbacks:  # the batch size may have changed
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
     progress.max_steps = min(before.max_steps, progress.max_steps)
@@ -190,7 +190,7 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
 
 def read_best(best: Checkpoint | None) -> tuple | None:
     """(validation loss, step) of a checkpoint that was the best when it was saved; else None."""
-    with contextlib.suppress(Exception):  # not verified: whoever uses its weights does that
+    with contextlib.suppress(Exception):  # not verified: readers of its weights do that
         state = best.states()[0] if best else None
         if state and 0 < state["best_step"] == state["step"]:
             return state["best_loss"], state["step"]
@@ -200,7 +200,7 @@ def read_best(best: Checkpoint | None) -> tuple | None:
 def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     """Raise ConfigError if model, data or an option that fixes the trajectory has changed."""
     cfg, data = run.cfg, run.train_data
-    saved = vars(type(cfg)()) | state["config"]  # an option added since had its default
+    saved = vars(type(cfg)()) | state["config"]  # options added since then had their defaults
     weights = fixed_options(cfg, "weights")
     compared = weights + fixed_options(cfg, "function")
     compared += [] if cfg.eval_only else fixed_options(cfg, "trajectory")

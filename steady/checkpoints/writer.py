@@ -24,7 +24,7 @@ class Writer:
     """Writes checkpoints in a thread: training waits for a copy to host memory, not for the disk.
 
     At most one write is in flight. Each of the `size` ranks of `group` that share the state has a
-    writer of its part. number: of the first draft, the same on all ranks, and no other process's.
+    writer of its part. number: of the first draft; the same on all ranks, unlike any earlier run's.
     """
 
     def __init__(self, folder: Path, keep: int, backup=None, rank: int = 0, size: int = 1,
@@ -46,7 +46,7 @@ class Writer:
         CUDA event that completes `state`. alone: other ranks may be gone. Raises Failed.
         """
         self.wait()
-        if self.failures >= MAX_FAILURES and not alone:  # then there may be space again
+        if self.failures >= MAX_FAILURES and not alone:  # alone: try, there may be space by now
             raise Failed(f"{self.folder}: {self.failures} checkpoints in a row could not be "
                          f"written: {self.reason}")
         weights = [t for t in state["model"].values() if t.is_floating_point()]
@@ -55,12 +55,12 @@ class Writer:
             self.stream.wait_event(updated or torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self.stream):  # does nothing if it is None
             norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if a weight is not
-            if self.group and not alone:  # also waits until rank 0 has ended the save before
+            if self.group and not alone:  # also waits for rank 0's previous save
                 dist.all_reduce(norm, group=self.group)
             copied = tree_map(partial(self.copy_to_host, {}), dict(state, weights_norm=norm))
         self.copied = self.stream and self.stream.record_event()
-        if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as of a batch norm:
-            self.finish_copy()  # a forward pass may change them
+        if not state["model"].keys().isdisjoint(state.get("whole", ())):  # as a batch norm's:
+            self.finish_copy()  # a forward pass may change these buffers
         self.step, self.number = step, self.number + 1
         self.writing = self.thread.submit(self.write, step, copied, self.copied, is_best)
 
@@ -85,7 +85,7 @@ class Writer:
             self.copied = None
 
     def write(self, step: int, state: dict, event, is_best: bool):
-        """In the thread."""
+        """Write a checkpoint; runs in the thread."""
         checkpoint = Checkpoint.named(self.folder, step, sharded=self.size > 1)
         try:
             if event:
@@ -118,7 +118,7 @@ class Writer:
             return retry(lambda: write_checkpoint(path, state))
         draft = path.with_name(f"{path.name}.tmp-{self.number}")
         parts, began = part_names(self.size), time.monotonic()
-        if self.rank == 0 and not self.hurry:  # its own failure may have come before other parts
+        if self.rank == 0 and not self.hurry:  # other parts may come after its own failure
             for left in self.folder.glob(f"step_*.tmp-{self.number - 1}"):
                 shutil.rmtree(left, ignore_errors=True)
         try:
@@ -139,7 +139,7 @@ class Writer:
             if self.rank:
                 with contextlib.suppress(OSError):
                     (draft / "failed").touch()  # rank 0 need not wait any longer
-            elif not self.hurry:  # else the next start takes it, once complete
+            elif not self.hurry:  # else the next start adopts it, if complete
                 shutil.rmtree(draft, ignore_errors=True)
             raise
 
@@ -148,7 +148,7 @@ class Writer:
         self.writing.result()
 
     def close(self, asked=lambda: False):
-        """Wait for the disk, and until `asked()` a backup. Raises Failed if the last save did."""
+        """Wait for the disk and, until `asked()`, a backup. Raises Failed if the last save did."""
         self.wait()
         if self.backup and not asked():
             self.backup.close(asked)
