@@ -1,4 +1,4 @@
-"""The Muon optimizer: momentum, orthogonalized by polynomials of it, for matrices.
+"""The Muon optimizer, for matrices: momentum, orthogonalized by polynomials.
 
 Keller Jordan 2024, kellerjordan.github.io/posts/muon; rows normalized as in arXiv:2510.05491.
 """
@@ -10,12 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGE = 2**22  # numbers in a stack; smaller ones are done together, and sooner than sent
-MOST = 2**24  # numbers of a rank done together; a step makes several copies of them
+LARGE = 2**22  # numbers in a stack; smaller ones are done together: faster than sending them
+MOST = 2**24  # numbers that a rank does together; a step makes several copies of them
 
 # a x + b x³ + c x⁵, one after the other, bring singular values from 0.02 to 1 into 0.91 to 1.09:
-# the best that three can do (Polar Express, arXiv:2505.16932, algorithm 1), but of x / 1.02, since
-# beyond 1, as bf16 rounds, they diverge.
+# the best that three can do (Polar Express, arXiv:2505.16932, algorithm 1), but of x / 1.02, as
+# they diverge beyond 1, and bf16 may round up to there.
 POLAR = ((7.5598, -20.8383, 14.7169), (3.1523, -2.2721, 0.4540), (2.1748, -1.5021, 0.3720))
 
 
@@ -29,12 +29,12 @@ class Muon(torch.optim.Optimizer):
 
     Several ranks share the work (shards: parallel.Shards). If each holds some rows of every matrix,
     an all-to-all gives each rank some whole matrices to orthogonalize, and another one brings the
-    rows back. If all hold the same matrices on one host, each does some of them. Of a stack, a rank
-    holds whole matrices and does them alone.
+    rows back. If all hold the same matrices on one host, each does some of them. Of a weight of
+    three dimensions, a rank holds whole matrices and does them alone.
     """
 
     _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
-    by_rows = True  # given `shards`, it works with some rows of each weight: see parallel.Shards
+    by_rows = True  # given `shards`, some rows of each weight are enough: see parallel.Shards
 
     def __init__(self, params, lr: float, weight_decay: float = 0.0, momentum: float = 0.9,
                  beta2: float = 0.95, dtype: torch.dtype = torch.float32, polynomials=POLAR,
@@ -54,15 +54,15 @@ class Muon(torch.optim.Optimizer):
                     f"Muon: a weight of shape {[*p.shape]}; expected a matrix or a stack of them")
                 by_shape.setdefault(shape, []).append(p)
             for shape, same in by_shape.items():
-                # as many matrices for each rank: one that has none waits for the others
+                # equally many matrices for each rank: one without any would wait for the others
                 n = ranks * max(1, MOST // math.prod(shape)) if len(shape) == 2 else 1
                 groups += [group | dict(params=same[i : i + n]) for i in range(0, len(same), n)]
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
                                       beta2=beta2))
 
     def compile(self):
-        """Make one pass over memory of each function that is not a product."""
-        limits = torch.compiler.config  # each size is compiled by itself; beyond it all is eager
+        """Compile the functions besides matrix products, each to one pass over memory."""
+        limits = torch.compiler.config  # each size is compiled; beyond the limit all is eager
         limits.recompile_limit = max(limits.recompile_limit, 2 * len(self.param_groups))
         self.average = torch.compile(average, dynamic=False)
         self.apply = torch.compile(apply, dynamic=False)
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
     def parts(self, group: dict) -> list[tuple]:
         """(group, slice of its weights, momenta [n, rows, columns], mean squares [n, rows, 1]).
 
-        One of a group of matrices; several of a stack with more than MOST numbers. The state of
+        A group of matrices is one part; a stack of more than MOST numbers is several. The state of
         each weight is a view of them.
         """
         params, stacks = group["params"], []
@@ -135,9 +135,9 @@ class Muon(torch.optim.Optimizer):
     def orthogonalize(self, stacks: list[Tensor]) -> list[Tensor]:
         """Matrices X [n, rows, columns] of one smaller side → about U V^T, X = U S V^T by SVD.
 
-        Of X divided by the root of the norm of X X^T (X^T X if tall), no less than the largest
-        singular value. All but the last product are of X X^T alone; X is multiplied by
-        factor I + rest: in bf16 a common diagonal would round everything beside it.
+        X is divided by the root of the norm of X X^T (X^T X if tall), no less than the largest
+        singular value. All products but the last need only X X^T. The last multiplies X by
+        factor I + rest, kept apart: in bf16 a large diagonal would round off everything beside it.
         """
         tall = [x.shape[1] > x.shape[2] for x in stacks]
         gram = torch.cat([x.mT @ x if t else x @ x.mT for x, t in zip(stacks, tall, strict=True)])
@@ -166,9 +166,9 @@ class Muon(torch.optim.Optimizer):
         return whole[: len(g)]
 
     def orthogonalize_together(self, rows: Tensor, n_rows: int) -> Tensor:
-        """This rank's rows of n matrices [n, rows, columns] → of the orthogonalized ones.
+        """This rank's rows of n matrices [n, rows, columns] → its rows of the orthogonalized ones.
 
-        Each rank gets as many whole matrices, the last of them zeros if ranks do not divide n.
+        Each rank gets equally many whole matrices, the last ones zeros if ranks do not divide n.
         """
         n, each, columns = rows.shape
         ranks = self.shards.size
@@ -195,7 +195,7 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def stacked(parts: list[Tensor], rows: int) -> Tensor:
-    """A copy of n matrices as [n, rows, columns], or of a single stack; padded to the rows."""
+    """A copy of n matrices, or of a single stack, as [n, rows, columns], padded with zero rows."""
     return padded(torch.stack(parts) if parts[0].ndim == 2 else parts[0].clone(), 1, rows)
 
 
@@ -209,7 +209,7 @@ def average(grads: list[Tensor], momentum: Tensor, weight: float, divisor: Tenso
     return grad.lerp_(momentum, weight).to(dtype)
 
 
-RMS = 0.2  # of an update, as AdamW's (arXiv:2502.16982, section 2.2)
+RMS = 0.2  # of an update, as with AdamW (arXiv:2502.16982, section 2.2)
 
 
 def apply(params: list[Tensor], direction: Tensor, squares: Tensor, beta2: float,

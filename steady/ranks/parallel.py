@@ -25,9 +25,9 @@ from steady.ranks.ranks import FOR_EVER, rank_and_world
 
 
 class Shards:
-    """How the weights lie on the ranks: this one, `rank` of `size`, holds its rows of each.
+    """The placement of weights on ranks: this one, `rank` of `size`, holds its rows of each weight.
 
-    size 1: it holds all of them. replicas: copies of the model, and so ranks with the same rows.
+    size 1: it holds all rows. replicas: copies of the model, so as many ranks hold the same rows.
     """
 
     def __init__(self, way: str = "ddp", world_size: int = 1, shard_size: int = 0,
@@ -46,7 +46,7 @@ class Shards:
             return
         size, mesh, groups = shard_size or world_size, torch.arange(world_size), [dist.group.WORLD]
         if size < world_size:
-            mesh = mesh.view(-1, size)  # in a row: the ranks that hold one copy
+            mesh = mesh.view(-1, size)  # each row has the ranks that hold one copy
             groups = [dist.new_subgroups_by_enumeration(ranks.tolist(), FOR_EVER)[0]
                       for ranks in (mesh.T, mesh)]
         self.mesh = DeviceMesh.from_group(
@@ -55,20 +55,20 @@ class Shards:
         self.rank = dist.get_rank(self.group)
 
     def rows(self, n: int) -> slice:
-        """This rank's rows of n: as many as each of the others, but for the last ones."""
+        """This rank's rows of n: all ranks have equally many, except the last ones."""
         each = -(-n // self.size)
         return slice(min(n, self.rank * each), min(n, (self.rank + 1) * each))
 
     def shard(self, model: nn.Module, dtype: torch.dtype):
         """Shard a model in place, even on the meta device; its `forward` then gathers.
 
-        Each block is a unit of its own, gathered in dtype, the one of autocast, and so is the head,
+        Each block is a unit of its own, gathered in dtype, as under autocast, and so is the head,
         during the last block. Embedding and last norm are gathered in fp32, so that the residual
-        stream is that of ddp; with them a tied head, or another model's, since nothing may call it.
+        stream equals ddp's; so is a tied head, or another model's, as it may never be called.
         """
         if self.size == 1:
             return
-        # importing it takes half as long as torch itself: only by runs that need it
+        # here, for runs that need it: the import takes half as long as torch's own
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         half = None if dtype == torch.float32 else dtype
@@ -90,8 +90,8 @@ class Shards:
     def hold(self, model: nn.Module) -> "Shards":
         """Name this rank's part of a finished model, in the memory of the model itself.
 
-        parameters: its part of each trained one, for the optimizers; `whole_rows` is the number of
-        rows of the whole. tensors: all of model.state_dict(). whole: names of those not sharded.
+        parameters: this rank's part of each trained one, for the optimizers, with the number of all
+        rows as `whole_rows`. tensors: all of model.state_dict(). whole: names of unsharded ones.
         """
         for unit in units(model):  # the first gathering moves the rows to their final place
             unit.unshard()
@@ -134,7 +134,7 @@ class Shards:
         return optimizers
 
     def scaler(self, device_type: str, enabled: bool) -> torch.amp.GradScaler:
-        """Of fp16, with one scale for all ranks, although each looks at its own gradients."""
+        """The scaler of fp16: one scale for all ranks, although each looks at its own gradients."""
         if self.size == 1 or not enabled:
             return torch.amp.GradScaler(device_type, enabled=enabled)
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -190,15 +190,15 @@ def units(model: nn.Module) -> list[nn.Module]:
 def gathered(model: nn.Module) -> Iterator[None]:
     """For calling methods of a sharded model past its hooks, on all ranks together.
 
-    Gathers what is outside of its blocks and head, which gather themselves. Nothing compiled runs
-    meanwhile: lengths that grow, as in generation, would be compiled again and again.
+    Gathers the weights outside its blocks and head; these gather their own. Nothing compiled runs
+    meanwhile: growing lengths, as in generation, would be compiled again and again.
     """
     compiled = "forward" in vars(model.head)
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     if hasattr(model, "unshard"):
         model.unshard()
     try:
-        with eager:  # imports the compiler, so not without need
+        with eager:  # imports the compiler, so only if needed
             yield
     finally:
         release(model)
@@ -207,7 +207,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 def watch_for_waiting(model: nn.Module, clock):
     """Under ddp, count the time after this rank's own gradients are ready as waiting for others.
 
-    clock: () → the monitor's. A sharded model waits at each block, within forward and backward.
+    clock: () → the monitor's clock. Sharded models wait at each block, in forward and backward.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         # the gradient of the first parameter is the last to be ready; a hook must return None
@@ -216,11 +216,11 @@ def watch_for_waiting(model: nn.Module, clock):
 
 
 def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):
-    """Compile the model and, on CUDA, Muon; names in checkpoints stay those of the module.
+    """Compile the model and, on CUDA, Muon; names in checkpoints stay the module's.
 
-    With several ranks each block by itself, one graph for all of them, and the loss: the ranks'
-    collectives between the blocks cannot be compiled, and in one graph they would wait for the end
-    of the backward pass.
+    With several ranks, compile the block (one graph serves all) and the loss: the collectives
+    between the blocks cannot be compiled, and in one graph they would wait for the end of the
+    backward pass.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, Muon) and next(model.parameters()).is_cuda:
@@ -236,20 +236,20 @@ def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, wor
 
 
 def release(model: nn.Module):
-    """Free the whole weights that are left from a pass without a backward pass."""
+    """Free the whole weights that a forward pass without a backward pass leaves."""
     for unit in units(model):
         unit.reshard()
 
 
-# Methods of tensors that overwrite all of one, besides the functions of torch.nn.init.
+# Methods that overwrite a whole tensor, besides the functions of torch.nn.init.
 FILLS = ("normal_", "uniform_", "bernoulli_", "exponential_", "zero_", "fill_", "copy_")
 
 
 @contextlib.contextmanager
 def all_set(model: nn.Module, buffers: bool) -> Iterator[None]:
-    """Raises ConfigError, at its end, for parameters (and buffers) that were not set meanwhile.
+    """Raises ConfigError, at its end, for parameters (and buffers) that were not set within it.
 
-    Values that a module's `__init__` has given them are lost: see `Initializer`.
+    Values set by a module's `__init__` are lost: see `Initializer`.
     """
     def tensors() -> dict[str, Tensor]:
         found = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
@@ -273,7 +273,7 @@ class Initializer(TorchFunctionMode):
     """While active, a parameter is initialized as if it were not sharded, whatever the ranks.
 
     Each is drawn whole on the CPU, one at a time, from the same generator on every rank; the rank
-    then keeps its rows. Without shards all stay as they are, to be set later.
+    then keeps its rows. Without shards, parameters stay as they are, to be set later.
     """
 
     def __init__(self, shards: Shards | None):

@@ -44,7 +44,7 @@ class Ranks:
     stop: object  # signals, agreed by all: guard.stop.Stop
     watchdog: object
     micro_batch: int  # sequences in a forward pass
-    group: object = None  # of gloo, so that no device is waited for; None: there are no others
+    group: object = None  # gloo, so that it never waits for a device; None: a lone rank
 
     def __post_init__(self):
         enabled = self.dtype != torch.float32
@@ -86,10 +86,10 @@ def refuse_lone_tasks():
                               f"does; to train in one process, unset {name}")
 
 
-stores = []  # that of all ranks, once they have met
+stores = []  # the store of all ranks, once they have met
 groups = itertools.count()  # a second run in this process must not read the addresses of the first
 PATIENT = 6  # times --hang_seconds: start-up, first steps, checkpoints, compilation, between steps
-FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; hangs are for the watchdog
+FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; the watchdog handles hangs
 
 
 def meet(hang_seconds: float):
@@ -112,7 +112,7 @@ def meet(hang_seconds: float):
 
 
 def join(rank: int, world_size: int, patience: float) -> dist.Store:
-    """A store for the processes of this attempt to start, once every rank has joined it.
+    """The store of this attempt to start, once every rank has joined it.
 
     torchrun keeps its store over restarts, and does not restart several hosts at once. So rank 0
     names each attempt and lists the processes in it; others wait for an attempt that lists them.
@@ -220,8 +220,8 @@ LOST_CONNECTION = re.compile("closed by peer|reset by peer|[Bb]roken pipe|remote
 def lost_connection(e: Exception) -> bool:
     """Whether torch lost its connection to another rank: the other one has the useful traceback.
 
-    Lost connections of the program's own, to a server, do not count. gloo raises plain
-    RuntimeErrors that begin with a place in its source.
+    Lost connections to the program's own servers do not count. gloo raises plain RuntimeErrors that
+    begin with a place in its source.
     """
     of_gloo = type(e) is RuntimeError and re.match(r"\[\S*gloo/transport/", str(e))
     return bool(LOST_CONNECTION.search(str(e)) and (of_gloo or isinstance(e, dist.DistError)))

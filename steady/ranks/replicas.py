@@ -18,7 +18,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 class ReplicasDiffer(Failed):
-    """Ranks hold different weights. agreed: the step after that checkpoints are in doubt."""
+    """Ranks hold different weights. agreed: checkpoints after this step are in doubt."""
 
     def __init__(self, text: str, agreed: int | None):
         super().__init__(text)
@@ -26,9 +26,9 @@ class ReplicasDiffer(Failed):
 
 
 def compare_replicas(shards, step: int, agreed: int):
-    """Compare this rank's weights and buffers with those of others. Raises ReplicasDiffer.
+    """Compare this rank's weights and buffers with the others'. Raises ReplicasDiffer.
 
-    shards: parallel.Shards; of its `size`, ranks r, r + size, r + 2 size, … hold the same rows.
+    shards: parallel.Shards; ranks r, r + shards.size, r + 2 shards.size, … hold the same rows.
     agreed: the newest step known to have had equal weights.
     """
     if dist.is_initialized():
@@ -42,7 +42,7 @@ def compare_checksums(table: np.ndarray, shards, step: int, agreed: int):
     """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, n]."""
     names, size = list(shards.tensors), shards.size
     differs, in_doubt = np.zeros(table.shape, bool), False
-    for first in range(size):  # the writer of the checkpoints of these ranks
+    for first in range(size):  # `first` writes the checkpoints of these ranks
         rows = table[first::size]
         usual, count = Counter(map(tuple, rows)).most_common(1)[0]
         differs[first::size] = rows != np.array(usual)

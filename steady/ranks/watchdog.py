@@ -37,9 +37,9 @@ def start_thread(work, *args) -> threading.Thread:
 
 
 class Watchdog:
-    """Watches its creator's thread until the end of its context; made on all ranks together.
+    """Watches the thread that made it until its context ends; made on all ranks together.
 
-    seconds: allowed in a phase of a step, 0 is off.
+    seconds: allowed in a phase of a step; 0 switches it off.
     """
 
     def __init__(self, seconds: float):
@@ -51,7 +51,7 @@ class Watchdog:
         self.place, self.age = (0, "start-up", 0.0), 0.0  # (step, phase, when it began), seconds
         self.awake = 0.0  # seconds, not counting pauses of this process
         self.notes = {}  # rank → its newest note, and when it came, as "heard"
-        self.answered = 0.0  # when the store did
+        self.answered = 0.0  # when the store last answered
         self.verdict = ""  # the code of a hang, and the rank to report it
         self.store = None
         if seconds and self.world_size > 1:
@@ -107,7 +107,7 @@ class Watchdog:
         return found
 
     def note(self) -> dict:
-        """This rank, for the others."""
+        """The state of this rank, for the others."""
         (step, phase, _), stack = self.place, self.stack()
         slow = (not self.progress or step <= self.first_step or phase in OUTSIDE_PHASES
                 or any(module in SLOW for module, _ in stack))
@@ -120,7 +120,7 @@ class Watchdog:
     # --- the others ---
 
     def talk(self):
-        """Every period, and once when it has ended: publish and read notes."""
+        """Every period, and once after the end: publish and read notes."""
         ended = False
         while not ended:
             ended = self.ended.wait(self.period)
@@ -168,7 +168,7 @@ class Watchdog:
         """
         if self.world_size == 1:
             self.report(*hang)
-            self.age = -math.inf  # until it moves on
+            self.age = -math.inf  # silent until training moves on
             return
         waits = self.note()["waits"]
         start_thread(self.last_words, hang).join(LAST_WORDS)  # a disk may not answer
@@ -180,7 +180,7 @@ class Watchdog:
     def last_words(self, hang: tuple | None):
         if hang:
             mine = self.verdict = f"{hang[0]} {self.rank}"
-            if hang[0] != "store":  # it would block
+            if hang[0] != "store":  # setting the verdict would block
                 self.verdict = self.store.compare_set("verdict", "", mine).decode()
             if self.verdict == mine:
                 self.report(*hang)
@@ -188,7 +188,7 @@ class Watchdog:
         time.sleep(4 * self.period)  # torchrun ends the others as soon as one leaves
 
     def report(self, code: str, blamed: list[int], notes: dict[int, dict]):
-        """In files, then on the screen."""
+        """Report a hang in files, then on the screen."""
         headline = describe(code, blamed, notes)
         if self.folder:
             row = {"step": self.place[0], "hang": headline, "hang_code": code, "hang_ranks": blamed}
