@@ -8,8 +8,8 @@ import torch
 from steady.options import UNKNOWN
 from steady.watch.proc import process_age_seconds
 
-SETTING_STEP = 100  # of this process, at which max_steps is set; the warm-up lasts as long
-EARLIER, SHARE = (2, 5, 20), 0.3  # or at these, if this share of the time is over
+SETTING_STEP = 100  # of this process: then max_steps is set; the warm-up lasts as long
+EARLIER, SHARE = (2, 5, 20), 0.3  # or at one of these, once this share of the time is over
 RESERVE = 0.02, 2.0  # of the time, and seconds, for the end: a checkpoint, the sample, the report
 
 

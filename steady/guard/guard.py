@@ -12,7 +12,7 @@ from steady.options import Failed, due
 from steady.ranks.replicas import compare_replicas
 
 WINDOW = 128  # steps that a new one is compared with, at most
-NEEDED = 64  # and at least: then the standard deviation is known to 9 % (normal distribution)
+NEEDED = 64  # and at least: they give the standard deviation to 9 % (normal distribution)
 
 
 class NotFinite(Failed):
@@ -20,10 +20,10 @@ class NotFinite(Failed):
 
 
 class Guard:
-    """Asked in every step whether to make its update, and after it whether to go on.
+    """Decides in every step whether to make the update, and after it whether to go on.
 
     nonfinite: skipped updates in a row, on the device. clean: the weights are those of the newest
-    step, not half updated; on CUDA once the device has come to the event `updated`. agreed: the
+    step, not half updated; on CUDA once the device has reached the event `updated`. agreed: the
     newest step known to have had equal weights on all ranks.
     """
 
@@ -71,7 +71,7 @@ class Guard:
                             "that was not finite")
 
     def weights_are_finite(self) -> bool:
-        """Of all ranks. Waits for the device."""
+        """Whether those of all ranks are. Waits for the device."""
         tensors = self.ranks.shards.tensors.values()
         norms = torch._foreach_norm([t for t in tensors if t.is_floating_point()])
         return self.ranks.minimum(int(torch.stack(norms).sum().isfinite())) == 1
@@ -95,7 +95,7 @@ class Spikes:
     def find(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """1.0 if the step is a spike, else 0.0, without syncing with the device.
 
-        Both of all ranks, and the same on each, or rounding could make them decide differently.
+        loss, grad_norm: of all ranks and equal on each, or ranks might decide differently.
         """
         latest = torch.stack((loss, grad_norm)).float()
         seen = self.window.masked_fill(self.window.isinf(), torch.nan)

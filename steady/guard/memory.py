@@ -48,7 +48,7 @@ def usual_micro_batch(cfg, device_bytes: int) -> int:
     """
     tokens = MICRO_BATCH_TOKENS
     if device_bytes and cfg.model != "transformers" and cfg.attention != "math":
-        # bytes a token, of what --estimate adds up in bf16: within 26 d_model + 8 d_ff for a block
+        # bytes per token: --estimate counts at most 26 d_model + 8 d_ff for a block in bf16
         of_blocks = cfg.n_layer * (7 * cfg.d_model + 2 * cfg.d_ff)
         token = (8 if cfg.precision == "fp32" else 4) * (of_blocks + 2 * cfg.vocab_size)
         room = device_bytes / 2 - 16 * parameter_count(cfg)  # with gradients and AdamW's state
@@ -72,7 +72,7 @@ def memory_bytes(device: torch.device) -> int:
 def refuse_too_large(cfg, device: torch.device, shards: int = 1):
     """Raise ConfigError if the weights, in `shards` parts, exceed the memory of the device.
 
-    On a CPU those of all ranks of this host; each GPU has one rank.
+    On a CPU, the weights of all ranks of this host count; each GPU has one rank.
     """
     weights, memory = parameter_count(cfg), memory_bytes(device)
     copies = (1 if device.type == "cuda" else rank_and_world()[3]) / shards
@@ -83,9 +83,9 @@ def refuse_too_large(cfg, device: torch.device, shards: int = 1):
 
 
 def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int:
-    """The size of a micro-batch on all ranks, as asked for, tried out or usual."""
+    """The micro-batch size of all ranks: as asked for, tried out, or usual."""
     on_gpu = ranks.device.type == "cuda"
-    # of all of a GPU's memory, free or not, so that a resume finds the same
+    # from all of a GPU's memory, free or not, so that a resume chooses the same
     most = usual_micro_batch(cfg, memory_bytes(ranks.device) if on_gpu else 0)
     if on_gpu and cfg.micro_batch_size == "auto":
         most = largest_micro_batch(new_model(), cfg, ranks, varlen)
@@ -95,7 +95,7 @@ def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int
 
 
 def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
-    """The largest power of two of sequences to fit into memory, forward and backward."""
+    """The largest power of two of sequences that fits into memory, forward and backward."""
     copies = 2 + (ranks.world_size > 1) + (cfg.ema > 0)  # for the optimizer, ddp's buckets, --ema
     kept, size = [], 1
     try:
@@ -117,13 +117,13 @@ def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether torch's allocator, the CPU's, CUDA (for a kernel's code) or cuBLAS raises it."""
+    """Whether torch's or the CPU's allocator, CUDA (loading a kernel) or cuBLAS raised it."""
     plain = "can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED"  # as RuntimeErrors
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in plain)
 
 
 def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
-    """The error message (CUDA's tells free memory), and the --micro_batch_size to try."""
+    """The error message (CUDA's has the free memory), and the --micro_batch_size to try."""
     per_rank, rest = divmod(batch_size, ranks.world_size)
     smaller = [m for m in range(1, ranks.micro_batch // 2 + 1) if rest or per_rank % m == 0]
     advice = (f"try --micro_batch_size {smaller[-1]}; the result stays the same" if smaller else
@@ -132,8 +132,8 @@ def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
 
 
 def share(batch: tuple) -> tuple:
-    """In a loader process, copy a batch to shared memory, as the queue to the trainer would: its
-    thread drops a batch that finds no room there, and the trainer waits for ever. Raises Failed.
+    """In a loader process, copy a batch to shared memory before the queue to the trainer does: its
+    thread would drop a batch without room there, and the trainer wait for ever. Raises Failed.
     """
     try:
         for tensor in filter(torch.is_tensor, batch if get_worker_info() else ()):
@@ -150,11 +150,11 @@ def collect_garbage(step: int, first_step: int):
     if step == first_step or due(step, GC_INTERVAL):
         gc.collect()
     if step == first_step:
-        gc.freeze()  # what is alive now stays: later collections skip it
+        gc.freeze()  # objects alive now will stay: later collections skip them
 
 
 def clear_cache(device: torch.device, step: int, every: int):
-    """Return cached device memory, after the log that reports how much it was."""
+    """Return cached device memory to the driver, after the log that reports its size."""
     if device.type == "cuda" and due(step, every):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

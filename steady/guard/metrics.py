@@ -1,4 +1,4 @@
-"""The monitor of a run of train.py: its arguments, and more columns of its rows."""
+"""The monitor of a run of train.py: its arguments, and more columns for its rows."""
 
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +12,7 @@ from steady.options import UNKNOWN, fixed_options
 
 
 def monitor_options(run, flops: int) -> dict:
-    """Arguments of its Monitor. flops: of training on one token."""
+    """Arguments of the run's Monitor. flops: of training on one token."""
     cfg, ranks = run.cfg, run.ranks
     about = dict(vocab_size=cfg.vocab_size, micro_batch=ranks.micro_batch, ranks=ranks.world_size,
                  threads=torch.get_num_threads(),
@@ -38,7 +38,7 @@ def starting_row(run) -> dict:
 
 
 def columns(run) -> dict:
-    """More of a row of metrics.jsonl: tokens and epochs since the run began, and so on."""
+    """More columns for metrics.jsonl: tokens and epochs since the run began, and so on."""
     row, data = {"train/tokens": run.progress.tokens}, run.train_data
     if run.guard.spikes:
         row |= run.guard.spikes.take(run.progress.step, run.ranks.rank == 0)

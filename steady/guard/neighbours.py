@@ -2,8 +2,8 @@
 
 torch's threads spin while they wait for one another. On free cores that is up to twice as fast as
 sleeping; beside busy processes the thread that all wait for has no core, and steps take up to 20
-times as long. GNU's OpenMP hardly spins while it has more threads than there are cores, so a second
-team of threads, asleep, changes that at any time, and no result: the work is shared as before.
+times as long. GNU's OpenMP hardly spins while it has more threads than there are cores. So a second
+team of threads, asleep, stops the spinning at any time; the work is shared as before.
 """
 
 import os

@@ -17,13 +17,13 @@ from functools import partial
 from steady.guard.neighbours import make_room
 from steady.watch.screen import Printable, Screen
 
-# Of loader processes: those of a fork server import all anew, and outlive a parent that is killed.
+# To start loader processes: a fork server's import everything anew, and outlive a killed parent.
 FORK = "fork" if sys.platform == "linux" else None
 
 
 def begin():
     """Call before the slow imports (this module has none). They run without garbage collection."""
-    gc.disable()  # saves a tenth
+    gc.disable()  # saves a tenth of the start-up
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not if it is ignored
         # torch's search for a rank 0 that is gone never comes back to Python
         signal.signal(signal.SIGINT, signal.SIG_DFL if several_ranks() else end_at_once)
@@ -33,7 +33,7 @@ def begin():
     threading.Thread(target=make_room, daemon=True).start()
     if os.getpid() == 1:  # of a container: signals without a handler do nothing
         signal.signal(signal.SIGTERM, end_at_once)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # they would end a process that starts
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # else they end a starting process
         signal.signal(number, signal.SIG_IGN)
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         threading.Thread(target=stop_with_torchrun, args=(os.getppid(),), daemon=True).start()
@@ -55,7 +55,7 @@ def end_at_once(number: int, frame):
 
 
 def stop_with_torchrun(launcher: int):
-    """SIGTERM to this process once torchrun was killed: ranks would even join the next launch."""
+    """SIGTERM this process once torchrun was killed: it would even join the next launch."""
     while os.getppid() == launcher:
         time.sleep(0.5)
     os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone; stopping\n".encode())
@@ -77,7 +77,7 @@ def run(main):
     for name in "stdout", "stderr":
         with contextlib.suppress(OSError):  # as of a notebook: no file
             setattr(sys, name, Screen(getattr(sys, name)))
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # imported modules stay
     gc.enable()
     leave(exit_code(main, sys.argv[1:]))
 
@@ -140,7 +140,7 @@ def several_ranks() -> bool:
 def leave(code: int):
     """End the process; a rank at once, or a gloo or NCCL thread that wakes up while the interpreter
     shuts down aborts it ("terminate called without an active exception")."""
-    import multiprocessing  # here: it takes 15 ms, which a command's start can do without
+    import multiprocessing  # here: importing it takes 15 ms
     for loader in filter(lambda each: each.daemon, multiprocessing.active_children()):
         loader.kill()  # one that is stuck ignores SIGTERM, and would be waited for
     if several_ranks():

@@ -1,4 +1,4 @@
-"""After non-finite steps, back to a checkpoint; after an error, save the last completed step."""
+"""Roll back after non-finite steps; after an error, save the last completed step."""
 
 import time
 
@@ -65,7 +65,7 @@ def rescue(run, error: BaseException):
 def save_last_step(run):
     """Save the last completed step, unless an update has begun since, and say so.
 
-    On the ranks with a writer: sharded, there is a checkpoint if all of them get here.
+    Only ranks with a writer save; if sharded, all of them must get here for a checkpoint.
     """
     writer, step = run.dir.writer, run.progress.step
     if not writer:
@@ -73,7 +73,7 @@ def save_last_step(run):
     writer.hurry = True
     mixed = run.ranks.watchdog.verdict.startswith("waiting")  # sums may be of different steps
     sound = run.guard.clean and step and not mixed
-    until = time.monotonic() + 30.0  # a device may never answer
+    until = time.monotonic() + 30.0  # seconds: a device may never answer
     while sound and run.guard.updated and not run.guard.updated.query():
         sound = time.monotonic() < until
         time.sleep(0.01)

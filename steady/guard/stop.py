@@ -21,7 +21,7 @@ class Stop:
     def __init__(self, group=None, rank: int = 0):
         """group: of gloo, with all ranks; None for a single one."""
         self.signal, self.save = 0, False  # agreed by all ranks
-        self.received = [0, 0]  # by this rank: the signal to stop for, the one to save for
+        self.received = [0, 0]  # by this rank: a signal to stop, a signal to save
         self.group, self.rank, self.votes, self.vote = group, rank, None, None
         self.phase = lambda name: name  # or the monitor's, to time the wait for other ranks
         self.before = {}  # signal number → the handler that ours replaces
@@ -52,7 +52,7 @@ class Stop:
         if together:
             save = self.save
             self.requested()
-            self.save |= save  # is still to be done
+            self.save |= save  # a save still to be made
         return bool(self.signal or not together and self.received[0])
 
     def __enter__(self):
