@@ -120,7 +120,7 @@ def configure(cfg, device: torch.device):
     if cfg.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at start
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, and takes time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # slow; it only finds bugs
         private.compile_deterministically()
 
 

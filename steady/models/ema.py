@@ -1,7 +1,7 @@
 """--ema: averages of the weights over the steps often predict better than the newest weights.
 
 They are evaluated (`val/loss_ema`), sampled from and exported. Before a late decay of the learning
-rate they already show about the quality after it.
+rate, they already show roughly the quality after that decay.
 """
 
 import contextlib

@@ -31,7 +31,7 @@ class Means:
 
         samples: the number evaluated. with_counts: show the number of tokens behind each mean.
         """
-        names = self.ranks.broadcast([*self.totals])  # KeyError on a rank that lacks one
+        names = self.ranks.broadcast([*self.totals])  # KeyError on a rank without one of them
         table = torch.stack([self.totals[name] for name in names])
         if self.ranks.world_size > 1:
             dist.all_reduce(table)
@@ -63,7 +63,7 @@ def copy_of_weights(shards) -> list[Tensor]:
 
 
 def update_metrics(shards, before: list[Tensor]) -> dict[str, Tensor]:
-    """Norm of the weights before an update, and that of the update as a share of it: no sync."""
+    """The norm of the weights before an update, and the update's norm relative to it: no sync."""
     changes = torch._foreach_sub(before, [p.detach() for p in shards.parameters.values()])
     norm, changed = (shards.norms(each).float().norm() for each in (before, changes))
     return {"health/param_norm": norm, "health/update_ratio": changed / norm.clamp(min=1e-12)}
@@ -92,7 +92,7 @@ def measure_output(run, batch):
     """Log the entropy of the model's output on `batch`, without a sync."""
     if run.measures(run.progress.step):
         counted = batch.targets != IGNORE
-        real = counted.any()  # false for dummy rows alone
+        real = counted.any()  # false if there are only dummy rows
         with run.ranks.autocast, gathered(run.model):
             entropy = output_entropy(run.model, batch.tokens, counted, batch.documents)
         run.monitor.log("health/output_entropy", entropy * real, real)

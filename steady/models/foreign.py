@@ -41,7 +41,7 @@ class HFModel(nn.Module):
         self.cfg = cfg
         folder = folders(cfg.init_from, cfg.trust_remote_code)[-1]
         self.module = load_module(folder, cfg.trust_remote_code)
-        try:  # with images, some need more than tokens
+        try:  # some, such as image models, need more than tokens
             with torch.no_grad():
                 one, other = self(torch.tensor([[0, 1], [0, 2]]))[:, 0]
         except Exception as e:  # whatever its code raises
@@ -59,14 +59,14 @@ class HFModel(nn.Module):
                 if type(getattr(module, name, None)) in (int, float):
                     setattr(module, name, cfg.dropout)
         lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
-        vars(self).update(  # past nn.Module, or each weight would have two names
+        vars(self).update(  # hidden from nn.Module, or each weight would have two names
             blocks=max(lists, key=lambda m: sum(p.numel() for p in m.parameters())),
             head=self.module.get_output_embeddings(), embedding=self.module.get_input_embeddings())
         merge_adapters(self, cfg.init_from, Shards())
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None,
                 documents: Tensor | None = None) -> Tensor:
-        """As that of our Transformer, but for packed documents."""
+        """As Transformer.forward, but `documents` is ignored: packing is refused."""
         logits = self.module(tokens, use_cache=False).logits.float()
         if targets is None:
             return logits
@@ -75,7 +75,7 @@ class HFModel(nn.Module):
 
     def generate(self, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
                  top_p: float, stop: tuple[int, ...], on_token=None) -> Tensor:
-        """As `generate` in model.py, but a full context ends it."""
+        """As `generate` in model.py, but generation ends when the context is full."""
         how = dict(do_sample=False, num_beams=1, num_return_sequences=1)
         if temperature >= 1e-6:  # or logits / temperature would overflow
             how |= dict(do_sample=True, temperature=temperature, top_k=top_k or None, top_p=top_p)

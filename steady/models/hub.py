@@ -8,7 +8,7 @@ from steady.options import ConfigError
 
 
 def fetch_files(name: str, code: bool = False, weights: bool = True) -> Path:
-    """A folder, or its download from the hub, with Python if `code`. Raises ConfigError."""
+    """A local folder, or its download from the hub, with *.py if `code`. Raises ConfigError."""
     folder = Path(name)
     is_run = (folder / "config.yaml").exists() and not (folder / "config.json").exists()
     if is_run or folder.is_file():
@@ -58,7 +58,7 @@ def tensors_of(files: list[Path]) -> dict:
         try:
             opened = safe_open(file, "pt")
             found |= {name: opened.get_slice(name) for name in opened.keys()}
-        except Exception as e:  # of safetensors: plain ones
+        except Exception as e:  # safetensors raises plain ones
             raise ConfigError(f"{file}: cannot be read: {reason(e)}") from None
     return found
 

@@ -24,7 +24,7 @@ def on_cpu(x: Tensor) -> bool:
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm (arXiv:1910.07467), its weight cast as CUDA's fused kernel takes one dtype."""
+    """nn.RMSNorm (arXiv:1910.07467); casts its weight, as CUDA's fused kernel takes one dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         # also for --estimate: it keeps the same tensors as CUDA's kernel
@@ -68,7 +68,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
     """Attention of q [B, H, T, D] to k, v [B, H or fewer, S, D], scaled by 1 / sqrt(D).
 
     mask: bool [B or 1, 1, T, S]. By F.scaled_dot_product_attention; with auto, on a CPU in bf16,
-    by products of 256 rows with all their keys, as in Megatron-LM: 0.33 to 0.66 of the time (torch
+    by matmuls of 256 rows with all their keys, as in Megatron-LM: 0.33 to 0.66 of the time (torch
     2.13, AVX512-BF16). Probabilities of long sequences are computed again in the backward pass.
     """
     (T, D), S = q.shape[-2:], k.shape[2]
@@ -87,9 +87,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
 
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
-    """As `attend`, of some rows and their keys at once; mask bool [B or 1, 1, T, S]."""
+    """As `attend`, for some rows and their keys at once; mask: bool [B or 1, 1, T, S]."""
     (B, H, T, D), (_, groups, S, _) = q.shape, k.shape
-    bias = torch.zeros(()).where(mask, -1e30).to(q.dtype)  # -inf: NaN in a row without any key
+    bias = torch.zeros(()).where(mask, -1e30).to(q.dtype)  # -inf gives NaN in a row without keys
     bias = bias.repeat(1, 1, H // groups, 1).expand(B, groups, -1, S).flatten(0, 1)
     q, k, v = q.reshape(B * groups, -1, D), k.flatten(0, 1), v.flatten(0, 1)
     p = torch.baddbmm(bias, q, k.mT, alpha=D**-0.5).softmax(-1)
@@ -100,12 +100,12 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor
     """Attention inside packed documents without a mask, by flash kernels: [B, T, H, D].
 
     q [B, T, H, D], k, v [B, T, H_kv, D]; boundaries: `packing.boundaries`. The longest document
-    counts as T tokens: its length would be a sync, and recompile.
+    counts as T tokens: its real length would cost a sync, and recompile.
     """
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler: takes seconds
 
     T = q.shape[1]
-    # torch 2.11 has no such argument, and takes fewer heads of keys and values without it
+    # torch 2.11 has no such argument, but accepts fewer heads of keys and values anyway
     gqa = dict(enable_gqa=True) if "enable_gqa" in varlen_attn.__kwdefaults__ else {}
     y = varlen_attn(*(x.flatten(0, 1) for x in (q, k, v)), boundaries, boundaries, T, T,
                     window_size=(-1, 0), **gqa)
@@ -114,8 +114,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor
 
 @contextmanager
 def compute_again(weight: Tensor):
-    """Around a block with such a weight, if it is large: the backward pass computes silu(x) and the
-    casts of large weights again, instead of keeping them. Compiled, the compiler decides.
+    """Around a block with this weight, if it is large: the backward pass computes silu(x) and casts
+    of large weights again, instead of keeping them. When compiling, the compiler decides.
     """
     if weight.numel() < 2**19 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
@@ -135,7 +135,7 @@ def recipe(tensor: Tensor):
     name, dtype = node.name() if node else "", tensor.dtype
     if name == "SiluBackward0" and tensor.numel() >= 2**22:
         kept, compute = node._saved_self, F.silu
-    elif name == "TBackward0" and tensor.numel() >= 2**19:  # F.linear turns its weight
+    elif name == "TBackward0" and tensor.numel() >= 2**19:  # F.linear transposes its weight
         cast = node.next_functions[0][0]
         if cast.name() == "ToCopyBackward0" and hasattr(cast.next_functions[0][0], "variable"):
             kept, compute = cast.next_functions[0][0].variable, lambda x: x.to(dtype).t()
@@ -143,7 +143,7 @@ def recipe(tensor: Tensor):
     version = kept._version
 
     def follow() -> Tensor:
-        if kept._version != version:  # torch checks only what has no hooks
+        if kept._version != version:  # torch skips this check for tensors with hooks
             raise RuntimeError("a tensor that the backward pass needs was changed in place")
         return compute(kept)
 
@@ -171,7 +171,7 @@ class KVCache:
 class Head(nn.Linear):
     """hidden [..., C] → fp32 logits [..., V]; with targets [...], cross-entropies in nats [...].
 
-    Both are calls of the module: --parallel zero3 gathers its weight for a call.
+    Both go through the module's call: --parallel zero3 gathers the weight in it.
     """
 
     def __init__(self, d_model: int, padded_vocab: int, vocab_size: int):

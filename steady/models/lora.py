@@ -1,7 +1,7 @@
 """LoRA: small trained factors beside frozen weights (arXiv:2106.09685), in the files of `peft`.
 
 A linear layer W x becomes W x + alpha / rank * B A x. Our Transformer joins some of Hugging Face's
-matrices, such as q, k and v. Each of these parts has its own A and B, to fit the exported model.
+matrices, such as q, k and v. Each of these has its own A and B, so that they fit an export.
 """
 
 import json
@@ -141,7 +141,7 @@ def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of all names in WEIGHTS
-# Settings for unsupported variants, which give the weights another meaning.
+# Settings of unsupported variants: with them the weights mean something else.
 UNREAD = ("bias", "use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
           "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
           "alora_invocation_tokens")
