@@ -30,7 +30,7 @@ class Dataset:
         self.dtype = np.result_type(*(file.dtype for file in self.files))
 
     def number(self, per_file: list[int], n_samples: int):
-        """Number the blocks or documents, `per_file` in each, through all files."""
+        """Number the blocks or documents of all files, per_file[i] in file i."""
         self.first, self.n_samples = np.cumsum([0, *per_file]), n_samples  # of each file; the end
         self.weights = {n: Fraction(n_samples) if w is None else w for n, w in self.weights.items()}
 
@@ -108,7 +108,7 @@ class Documents(Dataset):
 
     def read(self, samples: np.ndarray, length: int, pad: int):
         """Three arrays [len(samples), length]; documents is None without packing."""
-        dtype = np.result_type(self.dtype, np.min_scalar_type(pad))  # it may be of wider files
+        dtype = np.result_type(self.dtype, np.min_scalar_type(pad))  # pad may be of wider files
         tokens = np.full((len(samples), length), pad, dtype)
         targets = np.full_like(tokens, IGNORE, np.int32)
         documents = np.zeros_like(tokens, np.int32)

@@ -16,7 +16,7 @@ from steady.options import ConfigError, expect_file
 
 SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogpt; llm.c's Llama 3
 BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 ends a document
-WIDTH_SAMPLE = 1 << 15  # tokens of a file, to see how wide its ids are
+WIDTH_SAMPLE = 1 << 15  # tokens of a file read to see how wide its ids are
 CONVERT = "np.asarray(ids, np.uint32).tofile(PATH)"
 GPT2_VOCAB = 50257  # of token files without a sidecar, unless --vocab_size says otherwise
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096  # read from each file to notice other content
@@ -45,7 +45,7 @@ def find_files(path: str, split: str, option: str = "--data") -> list[Path]:
 def find_sources(paths: list[str], split: str, option: str, later: dict | None = None) -> list:
     """(name, token files, weights) of each PATH[:WEIGHT] that `option` names, or a later stage.
 
-    later: of `split_stages`. weights: {first position of a stage: weight there, None by size}. For
+    later: from `split_stages`. weights: {first position of a stage: its weight, None by size}. For
     --data, sources without validation data are left out, and stages make one. Raises ConfigError.
     """
     found, weights, stages = [], {}, {0: paths} | (later or {})
@@ -204,7 +204,7 @@ def read_sidecar(path: Path) -> dict:
 
 
 def tokenizer_hash(name: str | None) -> str:
-    """Of "name@hash", the hash: a copy in another folder is the same tokenizer."""
+    """The hash in "name@hash": a copy in another folder is the same tokenizer."""
     return (name or "").rpartition("@")[2]
 
 

@@ -56,7 +56,7 @@ def mixture_pattern(weights: list[Fraction]) -> np.ndarray:
 
 
 class Stage:
-    """One mixture, at positions begin … end - 1; before: samples of each dataset before those."""
+    """One mixture, at positions begin … end - 1; before: earlier samples of each dataset."""
 
     def __init__(self, begin: int, weights: list[Fraction], before: list[int]):
         self.begin, self.end, self.before = begin, math.inf, before
@@ -122,7 +122,7 @@ class Order:
                 epoch -= stage.position_of(k, epoch * n) > position
                 first = max(first, stage.position_of(k, epoch * n))
                 last = min(last, stage.position_of(k, (epoch + 1) * n))
-        if last - first <= self.window:  # one for a whole epoch
+        if last - first <= self.window:  # one window for a whole epoch
             return first, last
         return max(begin, first), min(end, last)
 
@@ -152,8 +152,8 @@ class Order:
     def by_length(self, begin: int, end: int, found: np.ndarray) -> np.ndarray:
         """The order of the samples found in a window: sorted, in shuffled batches.
 
-        A step begun in the window before gets the shortest, one that ends in the next window the
-        longest. So two windows with the same samples never put one into a step twice.
+        A step that began in the previous window gets the shortest samples, a step that ends in the
+        next window the longest. So no step gets a sample twice, even if both windows hold it.
         """
         lengths, n = self.lengths(*found), end - begin
         head = min(-begin % self.group, n)

@@ -20,7 +20,7 @@ def pack(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     for todo in np.split(by_length, np.flatnonzero(np.diff(lengths[by_length])) + 1):
         n = int(lengths[todo[0]])
         while len(todo):
-            room = n + int(has_room[n:].argmax())  # the least that suffices; n if none does
+            room = n + int(has_room[n:].argmax())  # the smallest that suffices; n if none does
             if not has_room[room]:
                 new = -(-len(todo) // (seq_len // n))
                 room, rows[seq_len] = seq_len, np.arange(n_rows, n_rows + new)

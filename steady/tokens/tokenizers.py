@@ -9,7 +9,7 @@ from pathlib import Path
 from steady.options import ConfigError
 from steady.tokens.files import BYTES_END_OF_TEXT
 
-MADE = "steady-files.json"  # is in a tokenizer folder that we made
+MADE = "steady-files.json"  # marks a tokenizer folder that we made
 GENERIC = "TokenizersBackend"  # class of transformers 5 for all that tokenizer.json describes
 SETTINGS = "tokenizer_config.json"
 OWN = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")  # of a tokenizer
@@ -19,7 +19,7 @@ def load_tokenizer(name: str):
     """The tokenizer of transformers in a folder. Raises ConfigError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # a class of its own, as Qwen2's, may encode otherwise than a tokenizer.json says
+    # a special class, such as Qwen2's, may not encode as its tokenizer.json says
     kind = PreTrainedTokenizerFast if Path(name, "tokenizer.json").exists() else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(name)
@@ -29,7 +29,7 @@ def load_tokenizer(name: str):
     except BaseException as e:  # a panic in Rust is not even an Exception
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
-    if tokenizer.is_fast:  # tokenizer.json may keep both from its training
+    if tokenizer.is_fast:  # tokenizer.json may have both, left from its training
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -102,14 +102,14 @@ def keep_tokenizer(source: Path, target: Path):
     for file in {file for pattern in OWN for file in source.glob(pattern)}:
         shutil.copyfile(file, target / file.name)
     own = read_json(target / SETTINGS)
-    changes = {} if "tokenizer_class" in own else made | own  # else it follows the config.json
+    changes = {} if "tokenizer_class" in own else made | own  # else config.json decides
     if made["tokenizer_class"] == GENERIC:
         changes["tokenizer_class"] = GENERIC
     serve_version_4(target, changes)
 
 
 def serve_version_4(folder: Path, changes: dict | None = None):
-    """Let transformers 4, too, load a tokenizer that version 5 has saved."""
+    """Make a tokenizer that transformers 5 has saved load in version 4, too."""
     found = read_json(folder / SETTINGS) | (changes or {})
     if found.get("tokenizer_class") == GENERIC:
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
