@@ -39,7 +39,7 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
     whole = at_eos(tokenizer, apply(tokenizer, messages, tools))
     parts = marked(tokenizer, messages, tools, whole) if counted == replies else None
     if not parts:
-        # a greeting, at 0, is no reply
+        # a greeting (message 0) is no reply
         turns = [reply_of(tokenizer, messages, i, tools) for i in counted if i > 0]
         parts = one_document(whole, turns, tokenizer)
     documents = [parts] if parts else [
@@ -53,7 +53,7 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
 
 
 def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
-    """Whether the last message, a reply, says nothing, not even beside its content."""
+    """Whether the last message, a reply, is empty, in content and in everything else."""
     reply = messages[-1]
     if reply["content"].strip() or reply.get("tool_calls"):
         return False
@@ -107,7 +107,7 @@ def expect(kind: type, value, name: str):
 
 
 def read_messages(record: dict, keys: tuple) -> list[dict]:
-    """The messages of a record in the form of templates."""
+    """The messages of a record, in the form that chat templates expect."""
     record = without_none(record)
     messages, system = [], expect(str, record.get("system", ""), "system")
     if keys[0] == "instruction":
@@ -215,11 +215,11 @@ def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tup
     head, _, tail = apply(tokenizer, [*messages[:i], placed], tools).partition(PLACE)
     reply = after.removeprefix(head)
     if content.strip() not in reply and "tool_calls" not in messages[i]:
-        reply = content + tail  # DeepSeek's drops the thought
+        reply = content + tail  # DeepSeek's template drops the thought
     asked = not before.startswith(head) and messages[i - 1]["content"].strip() or PLACE
     begun, written = (text.rpartition(asked)[2] for text in (before, head))
     if begun.startswith(written) and not (written + reply).startswith(begun):
-        # DeepSeek's begins a thought that this reply lacks
+        # DeepSeek's template begins a thought that this reply lacks
         before, begun = before.removesuffix(begun) + written, written
     if not after.startswith(head) or not (written + reply).startswith(begun):
         raise ValueError("the chat template writes earlier turns differently if a reply follows")
@@ -241,5 +241,5 @@ def one_document(whole: str, turns: list[tuple[str, str]], tokenizer) -> list[Pa
 
 
 def at_eos(tokenizer, text: str) -> str:
-    """Without white space after a last end-of-text."""
+    """The text, without white space after a final end-of-text."""
     return text.rstrip() if text.rstrip().endswith(tokenizer.eos_token) else text

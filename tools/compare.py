@@ -4,8 +4,8 @@
     python monitor.py compare "" "--learning_rate 0.02" --data tokens --json
 
 The same seed gives both arms the same samples, dropout and initial weights (up to the first tensor
-of another shape), so the difference within a pair varies far less than the losses. Compared are the
-final validation losses, of averaged weights with --ema.
+of another shape), so the difference within a pair varies far less than the losses. The final
+validation losses are compared; with --ema, those of the averaged weights.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ LEDGER = Path("experiments.jsonl")
 
 # All comparisons of a ledger together find a difference that is not there with a probability of
 # at most 10 %, so B is wrongly preferred in 5 %. Comparison k gets 5 / ((k + 4) (k + 5)) of this
-# error, and each of these numbers of pairs a fifth of that: differences are tested after so many.
+# error, and each number of pairs in LOOKS, after which differences are tested, a fifth of that.
 ERROR, LOOKS, ROUNDING = 0.1, (3, 5, 8, 13, 20), 1e-5  # nats: less is rounding
 
 FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
@@ -95,7 +95,7 @@ class Arm(NamedTuple):
     flags: list[str]
     loss: str  # the name of the compared loss
     evaluated: dict  # the validation samples
-    key: str | None  # with --reuse: the same for runs with the same losses, but for the seed
+    key: str | None  # with --reuse: runs of equal keys and seeds have equal losses
 
 
 @reading_paths()  # there may be no git
@@ -130,7 +130,7 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
     evaluated = what_is_evaluated(cfg, val_data) | {"ema": None, "data_mode": val_data.mode}
-    flags = [*flags, *more, f"--eval_steps={cfg.eval_steps}"]  # whatever a revision's default
+    flags = [*flags, *more, f"--eval_steps={cfg.eval_steps}"]  # overrides a revision's default
     key = key_of(code, cfg, evaluated, *data) if reuse and not cfg.max_minutes else None
     return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated, key)
 
@@ -150,7 +150,7 @@ def result_of(name: str, arm: Arm, seed: int) -> dict:
     run = arm.key and f"{arm.key} {seed}"
     for row in objects(LEDGER) if run else ():
         if row.get("run") == run:
-            return row["result"] | dict(step_ms=None)  # of another hour: not comparable
+            return row["result"] | dict(step_ms=None)  # measured at another time
     with tempfile.TemporaryDirectory(dir=".", prefix="compare-") as folder:
         command = [sys.executable, str(arm.code / "train.py"), *arm.flags, *FIXED_FLAGS,
                    f"--seed={seed}", f"--out_dir={folder}"]
@@ -229,7 +229,7 @@ def compare(argv: list[str]) -> int:
 def decide(arms: dict[str, Arm], seeds: range, screen) -> dict:
     """Train a pair of each seed until it is clear; returns the row of the ledger. Raises Failed."""
     mine, pairs, losses = dict(begun=int(np.random.default_rng().integers(2**62))), [], []
-    note(mine)  # it counts, even if it does not end; the file orders those that begin at once
+    note(mine)  # it counts even if it never ends; the file orders simultaneous ones
     number = 1 + [row for row in objects(LEDGER) if "begun" in row].index(mine)
     level = level_of(number)
     for seed in seeds:

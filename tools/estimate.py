@@ -1,7 +1,7 @@
 """python train.py --estimate DEVICES: parameters, FLOPs, memory and time of a run in advance.
 
 Two steps run on fake tensors (shapes and types without memory), and the bytes alive are added up:
-those of a real eager step, also after changes to the model, the loss or the optimizer.
+as in a real eager step, even after changes to the model, the loss or the optimizer.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Live(TorchDispatchMode):
             self.peak = max(self.peak, self.bytes())
 
     def bytes(self) -> int:
-        """Of all storages by their sizes now: fully_shard resizes those of whole weights."""
+        """Bytes of all storages at their current sizes: fully_shard resizes whole weights."""
         return sum(storage.nbytes() for storage in self.storages)
 
 
@@ -113,7 +113,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
     """The figures of a run on world_size GPUs, in bytes, FLOPs and seconds. Raises ConfigError."""
     micro_batch = micro_batch_size(cfg, world_size, usual_micro_batch(cfg, DEVICE_GB * 10**9))
     accumulation = cfg.batch_size // (micro_batch * world_size)
-    n = max(1, 2**15 // cfg.seq_len)  # so large that memory is linear in the sequences
+    n = max(1, 2**15 // cfg.seq_len)  # large enough for memory to be linear in it
     memory, some, twice = (simulate(cfg, dtype, size, accumulation, make_optimizers, world_size)
                            for size in (micro_batch, n, 2 * n))
     some, twice = sum(some.values()), sum(twice.values())
@@ -121,7 +121,7 @@ def estimate(cfg: Config, world_size: int, dtype: torch.dtype, make_optimizers) 
         model = adapt(Transformer(cfg), cfg, dtype)
     flops = flops_per_token(model, cfg)
     peak = cfg.peak_tflops or PEAK_TFLOPS["NVIDIA H100 80GB HBM3"][dtype == torch.float32]
-    again = 4 / 3 if cfg.activation_checkpointing == "full" else 1  # the forward pass, twice
+    again = 4 / 3 if cfg.activation_checkpointing == "full" else 1  # the forward pass runs twice
     seconds = again * flops * cfg.batch_size * cfg.seq_len / (peak * 1e12 * MFU * world_size)
     return dict(
         parameters=sum(p.numel() for p in model.parameters()), flops_per_token=flops,

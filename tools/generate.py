@@ -30,7 +30,7 @@ USAGE = """generate RUN_DIR_OR_CHECKPOINT_OR_FOLDER --prompt TEXT [--option valu
        model.py eval RUN_DIR_OR_CHECKPOINT_OR_FOLDER --tasks TASK [TASK ...]
        model.py export RUN_DIR_OR_CHECKPOINT OUT_DIR [--dtype bf16]"""
 ABOUT = "Generate text with a model, talk to it, score it, or export it to Hugging Face's format."
-SAMPLING = dict(temperature=0.8, top_k=50, top_p=1.0)  # defaults of the defaults
+SAMPLING = dict(temperature=0.8, top_k=50, top_p=1.0)  # if the model's files have none
 HELP = "/system TEXT, /reset; Ctrl-C stops an answer, Ctrl-D quits"
 
 
@@ -280,7 +280,7 @@ def usual_sampling(folder: Path | None) -> dict[str, float]:
 
 
 def is_theirs(source: Path) -> bool:
-    """Whether it is a Hugging Face folder, or on the hub."""
+    """Whether the source is a Hugging Face folder, or on the hub."""
     has_config = (source / "config.json").exists() or lora.is_adapter_folder(source)
     return has_config or not source.exists()
 

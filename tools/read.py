@@ -67,7 +67,7 @@ def find_keys(names: tuple, text_field: str | None) -> tuple[tuple, tuple]:
 
 
 def suffixes(path: Path) -> list[str]:
-    """As [".txt"], or [".txt", ".gz"] of a compressed file."""
+    """Such as [".txt"], or [".txt", ".gz"] for a compressed file."""
     last = path.suffix.lower()
     return [Path(path.stem).suffix.lower(), last] if last in (".gz", ".zst") else [last]
 
@@ -239,7 +239,7 @@ def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
             raise ConfigError(f"{path}: no split {options.split}; expected {' or '.join(found)}")
         found = found[options.split] if isinstance(found, dict) else found
     else:
-        # by default pyarrow keeps what it has read
+        # by default pyarrow keeps all that it has read
         lean = ParquetFragmentScanOptions(use_buffered_stream=True, pre_buffer=False)
         how = dict(batch_size=100, fragment_scan_options=lean) if kind == "parquet" else {}
         found = datasets.load_dataset(kind, data_files=[glob.escape(str(path))], split="train",
@@ -256,7 +256,7 @@ def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
 
 
 def without_none(x, keep: tuple = ("arguments", "tools")):
-    """Without keys of None, which Parquet gives rows for the keys of others; `keep` as they are."""
+    """Without keys that are None (Parquet adds those of other rows); values of `keep` unchanged."""
     if isinstance(x, dict):
         return {k: v if k in keep else without_none(v, keep) for k, v in x.items() if v is not None}
     return [without_none(v, keep) for v in x] if isinstance(x, list) else x

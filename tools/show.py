@@ -1,6 +1,6 @@
 """python data.py show: samples as text, with the tokens counted by the loss in brackets.
 
-Of a folder of token files, the first documents; of a run, the samples it trained on in a step.
+For a folder of token files, the first documents; for a run, the samples of one of its steps.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ def show(path: str, n: int):
     """Print the samples of step n of a run, or the first n documents of token files."""
     samples = samples_of_step if Path(path, "config.yaml").exists() else first_documents
     for title, ids, counted, to_text in samples(path, n):
-        text, done, at, all_count = "", "", 0, all(counted)  # then brackets add nothing
+        text, done, at, all_count = "", "", 0, all(counted)  # if all count, no brackets
         for counts, stretch in groupby(map(bool, counted)):
             at += len(list(stretch))
             so_far = to_text(ids[:at])  # some tokenizers drop a space at the beginning
@@ -41,7 +41,7 @@ def first_documents(path: str, n: int):
 def samples_of_step(run_dir: str, step: int):
     """As `first_documents`, for the samples of one step in the order of their positions."""
     cfg = parse([], saved=f"{run_dir}/config.yaml")
-    # each start of the run logs what its samples depend on; the last one before the step applies
+    # each start of the run logs the options of its samples; the last before the step counts
     order, before = dict(position=0), 0
     log = Path(run_dir, "metrics.jsonl")
     for _, row in read_rows(log) if log.exists() else ():
@@ -62,7 +62,7 @@ def samples_of_step(run_dir: str, step: int):
         targets = tokens[1:] if batch.targets is None else batch.targets[i].tolist()
         length = len(targets) if data.mode == "stream" else dataset.lengths[sample[i]]
         numbers = [0] * length if batch.documents is None else batch.documents[i].tolist()
-        ids, counted = [], []  # the last token of a document is a target and nothing else
+        ids, counted = [], []  # the last token of a document is only a target
         for at in (list(group) for _, group in groupby(range(length), numbers.__getitem__)):
             found = [not data.has_prompts, *(targets[k] != IGNORE for k in at)]
             counted += found[: len(at) + found[-1]]
