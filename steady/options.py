@@ -29,7 +29,7 @@ class Failed(Exception):
 
 @contextlib.contextmanager
 def reading_paths():
-    """While files that options name are read and made, an OSError is the user's: ConfigError."""
+    """Turn an OSError into a ConfigError while files that options name are read and made."""
     try:
         yield
     except OSError as e:
@@ -37,7 +37,7 @@ def reading_paths():
 
 
 def due(step: int, every: int | None, *also: int) -> bool:
-    """Whether `step` is a multiple of an interval, or in `also`; never if it is 0 or None."""
+    """Whether `step` is a multiple of an interval, or in `also`; never if that is 0 or None."""
     return bool(every) and (step % every == 0 or step in also)
 
 

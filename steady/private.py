@@ -1,7 +1,7 @@
-"""Private functions of torch in use: each in one function.
+"""The private functions of torch that steady uses, each wrapped in one function.
 
-Where torch lacks it, the function does what its docstring says, and training goes on. Optimizers'
-`grad_scale` and `found_inf`, attributes of fused ones, are not here: see `train.update`.
+If torch lacks one, its wrapper does as its docstring says, and training goes on. The attributes
+`grad_scale` and `found_inf` of fused optimizers are private, too: see `train.update`.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 
 def use_fake_backend():
-    """Register the backend "fake", whose collectives do nothing: as --estimate needs them."""
+    """Register the backend "fake" for --estimate: its collectives do nothing."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
 
 
 def fix_buckets(ddp: nn.parallel.DistributedDataParallel):
     """Build DDP's final gradient buckets before the first step, not after it.
 
-    Else it does so after the first step of a process, and gloo then adds in another order: with
-    three ranks or more a restart changes the last bits of the weights, as it does without this.
+    DDP builds them after the first step of a process, and gloo then adds in another order: with
+    three ranks or more, a restart changes the last bits of the weights. So it does without this.
     """
     with contextlib.suppress(AttributeError):
         ddp.reducer._push_all_rebuilt_params()
@@ -30,7 +30,7 @@ def fix_buckets(ddp: nn.parallel.DistributedDataParallel):
 
 
 def no_timing(ddp: nn.parallel.DistributedDataParallel):
-    """Without it, DDP waits for the GPU at every 100th step, for times that only its log reads."""
+    """Stop DDP from timing steps for its log: it would wait for the GPU at every 100th step."""
     with contextlib.suppress(AttributeError):
         ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
@@ -59,12 +59,12 @@ def compile_deterministically():
 
 
 def keep_graphs_whole():
-    """Under DDP, compile what is given as one graph. Without it, DDP's compiler splits it."""
+    """Under DDP, compile each function as one graph. Without this, DDP's compiler splits it."""
     with contextlib.suppress(AttributeError):
         torch._dynamo.config.optimize_ddp = False
 
 
 def mark_dynamic(tensor: Tensor, dim: int):
-    """Compile for any size of a dimension. Without it the second size is compiled anew, once."""
+    """Compile for any size of a dimension. Without this, the second size is compiled anew, once."""
     with contextlib.suppress(AttributeError):
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
