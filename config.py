@@ -277,9 +277,9 @@ def resolve(cfg: Config) -> Config:
         shape["learning_rate"] *= min(1.0, shape["d_model"] / cfg.d_model)
     cfg = replace(cfg, **{k: v for k, v in shape.items() if getattr(cfg, k) is None})
     if cfg.depth and cfg.model != "default":
-        raise ConfigError(f"--depth {cfg.depth}: not with --model {cfg.model}, another shape")
+        raise ConfigError(f"--depth {cfg.depth}: not with --model {cfg.model}: both set the shape")
     if cfg.model == "transformers" and not cfg.init_from:
-        raise ConfigError("--model transformers: expected --init_from with it")
+        raise ConfigError("--model transformers: expected --init_from, too")
     cli.check_bounds(cfg)
     if cfg.max_minutes:  # the warm-up lasts until max_steps is known
         cfg.max_steps = UNKNOWN

@@ -257,10 +257,10 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
                               "expected --data_mode documents, or stream to count prompts")
         if tokenizer_hash(val_data.tokenizer) != tokenizer_hash(train_data.tokenizer):
             raise ConfigError(f"{val_option}: its tokenizer is {val_data.tokenizer or 'unknown'}, "
-                              f"that of --data {train_data.tokenizer or 'unknown'}")
+                              f"but --data has {train_data.tokenizer or 'unknown'}")
         if val_data.vocab_size > cfg.vocab_size:  # as when a fork adds an id
-            raise ConfigError(f"{val_option}: ids below {val_data.vocab_size}, those of --data "
-                              f"are below {cfg.vocab_size}")
+            raise ConfigError(f"{val_option}: has ids below {val_data.vocab_size}, --data only "
+                              f"below {cfg.vocab_size}")
         n, order = eval_samples(cfg, val_data), val_data.order
         stages = [(begin, [each.weights[0] for each in val_data.datasets]) for begin in (0, n)]
         if n == val_data.n_samples:  # all: one set after another, whatever the weights

@@ -76,7 +76,7 @@ class Attention(nn.Module):
         k = layers.rotate(self.k_norm(k), where.cos, where.sin).to(v.dtype)
         if where.boundaries is not None:
             if where.mask is not None:
-                raise TypeError("a mask beside boundaries: expected takes_boundaries = False")
+                raise TypeError("got a mask and boundaries: expected takes_boundaries = False")
             return self.out(layers.attend_packed(q, k, v, where.boundaries).flatten(2))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
         if cache is not None:

@@ -222,7 +222,7 @@ class Monitor:
         """Times and rates since the last log; starts the next interval."""
         steps, self.steps = self.steps, 0
         if self.sinks and self.logged_step == self.first_step <= step - 2 * steps:
-            say(f"warning: step {step} is update {steps + 1}: count by ones, or times are wrong")
+            say(f"warning: step {step} is update {steps + 1}: count by ones, else times are wrong")
         ms, window = self.clock.take(steps)
         step_ms = max(1e-6, sum(ms[name] for name in STEP_PHASES))
         row = {"perf/step_ms": step_ms}
@@ -291,7 +291,7 @@ class Monitor:
         except Exception as e:
             self.healthy = False
             place = traceback.extract_tb(e.__traceback__)[-1]
-            say(f"warning: the monitor is off after an error in it, training goes on: "
+            say(f"warning: the monitor is off after an internal error; training goes on: "
                 f"{type(e).__name__}: {e} ({Path(place.filename).name}:{place.lineno})")
 
 

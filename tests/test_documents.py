@@ -298,7 +298,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path, folder):
         np.ones(n, np.uint8).tofile(f"{plain}.mask")
         refused(f"train.bin.mask: {n} bytes; expected one for each of the 1,000 tokens")
     (tmp_path / "train.bin.mask").unlink()
-    refused("--val_data: its tokenizer is unknown, that of --data bytes", folder,
+    refused("--val_data: its tokenizer is unknown, but --data has bytes", folder,
             val_data=[str(plain)])
     refused("--val_data: validation data with prompts, training data without", data_mode="auto",
             val_data=[f"{folder}/val.bin"])

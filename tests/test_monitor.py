@@ -370,7 +370,7 @@ def test_an_error_in_the_diagnosis_ends_only_that(run, tmp_path, monkeypatch, pa
     monkeypatch.setattr(machine if part in ("read_resources", "limits") else monitor, part, fail)
     monkeypatch.setattr(machine, "SECONDS_BETWEEN", 0.0)
     told = run("--out_dir", "r", "--log_interval", 2)
-    assert told.count("warning: the monitor is off after an error in it") == 1
+    assert told.count("warning: the monitor is off after an internal error") == 1
     assert "ZeroDivisionError: of the diagnosis (test_monitor.py:" in told
     assert (tmp_path / "r/checkpoints/step_00000012.pt").exists() and not gc.callbacks
 

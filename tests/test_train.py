@@ -224,7 +224,7 @@ def test_an_id_added_to_those_of_the_data_before_is_refused(run, monkeypatch):
         self.vocab_size += 1
 
     monkeypatch.setattr(data.Mixture, "__init__", with_mask)
-    assert "--data: ids below 259, those of --data are below 258" in run(expect=2)
+    assert "--data: has ids below 259, --data only below 258" in run(expect=2)
 
 
 def test_random_numbers_are_a_function_of_seed_step_and_rank(run):

@@ -196,7 +196,7 @@ def compare(argv: list[str]) -> int:
                     "Trains both with the same seeds.", epilog="Other flags are for both. Exit "
                     "codes: 0 B is better, 3 A, 4 neither. `compare --ledger` prints all so far.")
     parser.add_argument("A", help="a git revision, . (as it is), a YAML file, or flags in quotes")
-    parser.add_argument("B", help="another")
+    parser.add_argument("B", help="another of these")
     parser.add_argument("--steps", type=int, metavar="N", help="--max_steps of both")
     parser.add_argument("--seeds", type=int, default=8, metavar="N", choices=range(3, 21),
                         help="pairs at most, 3 to 20 (default: 8)")

@@ -290,7 +290,7 @@ def prepare(inputs: list[str], options: Options) -> str:
     except RuntimeError as e:
         if not str(e).startswith("DataLoader worker"):
             raise
-        raise ConfigError("a tokenizing process was killed; fewer --workers need less") from None
+        raise ConfigError("a tokenizing process was killed; use fewer --workers") from None
     return f"{summary}\nin               {out}"
 
 

@@ -82,6 +82,6 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
             dist.barrier()  # rank 0 may hold the store and leaves next
     if rank_and_world()[0] == 0:
         result = f"{len(differing)} of {n} values differ, as {differing[0]}" if differing else (
-            f"{n} values same")
+            f"all {n} values same")
         print(f"verify  steps {k} to {2 * k} resumed: {result}")
     return int(bool(differing))

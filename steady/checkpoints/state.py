@@ -115,7 +115,7 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
             for key, x in states.get(i, {}).items():
                 if isinstance(x, torch.Tensor) and x.ndim and len(x) != len(params[i]):
                     raise ConfigError(f"{checkpoint}: {type(optimizer).__name__}'s {key} of {name} "
-                                      "has no rows like its weight's; expected as many ranks again")
+                                      "cannot be resharded by rows; resume with as many ranks")
         groups = optimizer.state_dict()["param_groups"]
         if len(groups) == len(saved["param_groups"]):
             for group, before in zip(groups, saved["param_groups"], strict=True):
@@ -159,7 +159,7 @@ def copy_weights(checkpoint: Checkpoint, saved: dict, tensors: dict):
     shapes = [{(name, t.shape) for name, t in each.items()} for each in (saved, tensors)]
     if odd := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
         raise ConfigError(f"{checkpoint}: not a checkpoint of this model: {len(odd)} tensors are "
-                          f"missing, not expected or of another shape, as {odd[0]}")
+                          f"missing, unexpected or of another shape, such as {odd[0]}")
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
 
@@ -181,7 +181,7 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
         return expected
     if found and 0 < progress.best_step and found[1] <= progress.step:
         print(f"warning: the weights of the best validation loss, at step {progress.best_step}, "
-              f"were lost; {best} is of step {found[1]}", flush=True)
+              f"were lost; {best} has those of step {found[1]}", flush=True)
         return found
     if best:
         best.set_aside()

@@ -153,5 +153,5 @@ class Writer:
         if self.backup and not asked():
             self.backup.close(asked)
         if self.failures:
-            raise Failed(f"{self.folder}: the last checkpoint, of step {self.step}, is not there: "
+            raise Failed(f"{self.folder}: the last checkpoint, of step {self.step}, is missing: "
                          f"{self.reason}")

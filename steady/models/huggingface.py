@@ -243,7 +243,7 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):
     from huggingface_hub import save_torch_state_dict
     ends = {ours: rows.stop for ours, rows in hf_key_map(cfg).values()}  # None: all of its rows
     if missing := sorted(ends.keys() - state.keys()):
-        raise ConfigError(f"a changed model, without {shorten(missing)}: not one of transformers")
+        raise ConfigError(f"a changed model, without {shorten(missing)}: unknown to transformers")
     if odd := [name for name, x in sorted(state.items()) if name != "head.weight"  # also if tied
                and ends.get(name, 0) not in (None, cfg.vocab_size, *x.shape[:1])]:
         print(f"warning: a changed model: {shorten(odd)} differ from the parameters of Hugging "

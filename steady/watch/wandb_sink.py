@@ -59,8 +59,8 @@ def finish(process: subprocess.Popen):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        raise TimeoutError(f"it did not take the last rows within {END_SECONDS} s; its command "
-                           "`sync` sends them") from None
+        raise TimeoutError(f"it did not take the last rows within {END_SECONDS} s; send them "
+                           "with the tracker's `sync` command") from None
     if status:
         raise ChildProcessError(f"its process has ended with {status}")
 
