@@ -159,7 +159,7 @@ def check_tokenizer(name: str, data):
 
 
 def vocabulary(folder: Path) -> dict[str, int]:
-    """{} without a tokenizer. Raises ConfigError if it cannot be read."""
+    """{token: id} of a tokenizer; {} without one. Raises ConfigError if it cannot be read."""
     files = [*folder.glob("tokenizer.*"), *folder.glob("vocab.*"), *folder.glob("*.model")]
     return load_tokenizer(str(folder)).get_vocab() if files else {}
 
@@ -256,7 +256,7 @@ def save_weights(state: dict, cfg, out: Path, dtype: torch.dtype):
 def save_config(cfg, source: Path | None, out: Path, dtype: torch.dtype, ends: list[int]):
     """Write the config.json and generation_config.json of an export, for transformers 4 and 5.
 
-    source: the folder of --init_from, if any: only the effects of training are changed.
+    source: the folder of --init_from, if any; its files change only as training requires.
     """
     found, usual = ({} if source is None else read_json(source / name)
                     for name in ("config.json", "generation_config.json"))
@@ -333,7 +333,7 @@ def linear_parts(model: nn.Module) -> lora.Parts:
 
 
 def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
-    """The model; with --lora_rank adapted, its base's hash in `base`. Raises ConfigError."""
+    """The model; with --lora_rank, adapted, with its base's hash as `base`. Raises ConfigError."""
     if cfg.lora_rank:
         lora.adapt(model, linear_parts(model), cfg, dtype)
         model.base = fingerprint(cfg.init_from)

@@ -158,7 +158,7 @@ class TokenFile:
         return [self.path.name, self.n_tokens, self.meta.get("checksum", ""), sample]
 
     def documents(self) -> np.ndarray:
-        """Where each document begins, and the end: [documents + 1]. Raises ConfigError."""
+        """The first token of each document, and the end: [documents + 1]. Raises ConfigError."""
         path = Path(f"{self.path}.docs")
         if not path.exists():
             raise ConfigError(f"{self.path}: has no document offsets ({path.name}); "
@@ -193,10 +193,10 @@ def read_sidecar(path: Path) -> dict:
         most = dict(tokens=2**62, bytes=2**62, vocab_size=2**32)
         most["end_of_text"] = {"uint16": 2**16, "uint32": 2**32}[meta.get("dtype", "uint16")] - 1
         if not isinstance(meta.get("tokenizer", ""), str):
-            raise ValueError("tokenizer is no name")
+            raise ValueError("tokenizer is not a name")
         for name in most.keys() & meta.keys():
             if type(meta[name]) is not int or not 0 <= meta[name] <= most[name]:
-                raise ValueError(f"{name} is no whole number up to {most[name]:,}")
+                raise ValueError(f"{name} is not a whole number up to {most[name]:,}")
     except (ValueError, AttributeError, LookupError, TypeError, PermissionError) as e:
         raise ConfigError(f"{path}: expected an object of JSON as python data.py writes, with "
                           f"dtype uint16 or uint32: {e}") from None
