@@ -217,7 +217,7 @@ def talk(writer: Writer, options: ChatOptions):
             history.append(dict(role="user", content=said))
             try:
                 ids = writer.chat_ids(history, system)
-            except ConfigError as e:  # of a template without system prompts, say
+            except ConfigError as e:  # say, the template takes no system prompt
                 print(f"error: {e}", file=sys.stderr)
                 history.pop()
                 continue
@@ -227,7 +227,7 @@ def talk(writer: Writer, options: ChatOptions):
 
 
 def evaluate(source: Path, options: EvalOptions) -> str:
-    """Scores by lm-evaluation-harness, of a run's temporary export. Raises ConfigError."""
+    """Scores by lm-evaluation-harness; exports a run to a temporary folder. Raises ConfigError."""
     tasks = [task for name in filter(None, ",".join(options.tasks).split(","))
              for task in sorted(map(str, Path(name).glob("*.yaml"))) or [name]]  # of a folder
     if not tasks:
@@ -240,7 +240,7 @@ def evaluate(source: Path, options: EvalOptions) -> str:
     except ImportError as e:
         raise ConfigError(f"eval: {e}; pip install 'lm_eval[hf]'") from None
     folders = [str(Path(task).parent) for task in tasks if Path(task).is_file()]
-    # to look through all of the harness's own tasks takes seconds
+    # looking through all of the harness's own tasks takes seconds
     manager = TaskManager(include_path=folders, include_defaults=len(folders) < len(tasks))
     trust, device = options.trust_remote_code, str(pick_device(options.device, 0))
     with tempfile.TemporaryDirectory(prefix="steady-eval-") as exported:
@@ -258,7 +258,7 @@ def evaluate(source: Path, options: EvalOptions) -> str:
 
 
 def ends_of(tokenizer, folder: Path | None, of_data: int | None = None) -> list[int]:
-    """All ids that end a text: of its data, tokenizer, chat template and the model's files."""
+    """All ids that end a text, from its data, tokenizer, chat template and the model's files."""
     ends = tokenizers.end_of_text_ids(folder) if folder else []
     if tokenizer:
         ends = [tokenizer.eos_token_id, *ends, end_of_turn(tokenizer)]
@@ -266,7 +266,7 @@ def ends_of(tokenizer, folder: Path | None, of_data: int | None = None) -> list[
 
 
 def usual_sampling(folder: Path | None) -> dict[str, float]:
-    """SAMPLING in the generation_config.json of a model; {} if a value is out of bounds."""
+    """Values for SAMPLING in a model's generation_config.json; {} if one is out of bounds."""
     found = tokenizers.read_json(folder / "generation_config.json") if folder else {}
     if found.get("do_sample") is False:
         return dict(temperature=0)
@@ -301,7 +301,7 @@ def open_model(source: Path, trust_remote_code: bool = False):
 
 
 def open_checkpoint(source: Path, trust_remote_code: bool) -> tuple[Checkpoint, dict, Config]:
-    """The checkpoint, verified, of a run or a file; its state and options. Raises ConfigError."""
+    """(the verified checkpoint of a run or a file, its state, its options). Raises ConfigError."""
     if not (checkpoint := find_checkpoint(source)):
         raise ConfigError(f"{source}: expected a file or folder with a checkpoint in it")
     state, known = averaged(checkpoint.state()), Config.__dataclass_fields__

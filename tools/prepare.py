@@ -71,7 +71,7 @@ class Encoder:
 
     def __init__(self, folder: Path | None, options):
         self.options, self.tokenizer, self.prefix = options, None, []
-        self.adds_space = False  # before every text, as SentencePiece's do
+        self.adds_space = False  # whether before every text, as SentencePiece's do
         self.before = "\n"  # stands before a continued text, so that it gets no space
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
         self.unknown, self.known = None, set()  # an id; characters that get tokens
@@ -166,11 +166,11 @@ class Encoder:
 
     def encode(self, documents: list[Document]) -> tuple:
         """(ids, ends, mask, bytes) for TokenWriter.add; no ends for a piece before the last."""
-        ids, counts, last, n_bytes = [], [], [], 0  # last: indices of the parts that end
+        ids, counts, last, n_bytes = [], [], [], 0  # last: parts that end a document
         for document in documents:
             texts, counted = zip(*document.parts, strict=True)
             found = self.tokenize(texts, document.is_chat, document.begins)
-            start = [] if document.is_chat else self.prefix  # templates write it
+            start = [] if document.is_chat else self.prefix  # templates write the prefix
             if document.begins and found[0][: len(start)].tolist() != start:
                 found[0] = np.append(start, found[0])
             if document.ends and found[-1][-1:].tolist() != [self.end]:
@@ -186,9 +186,9 @@ class Encoder:
         return ids, np.cumsum(sizes)[last], mask, n_bytes
 
     def tokenize(self, texts: tuple[str, ...], is_chat: bool, begins: bool) -> list[np.ndarray]:
-        """The ids of each text, tokenized apart: not of a chat, or where each would get a space.
+        """The ids of each text, tokenized apart, except in a chat or if each would get a space.
 
-        There a token belongs to the text it begins in; begins False continues a document.
+        Then a token belongs to the text it begins in. begins: False if it continues a document.
         """
         if self.tokenizer is None:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -197,7 +197,7 @@ class Encoder:
         texts = ["" if begins else self.before, *texts]
         encoding = self.tokenizer.backend_tokenizer.encode("".join(texts), add_special_tokens=False)
         ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
-        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # also of no tokens
+        starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # also for no tokens
         part = np.maximum(ends.searchsorted(starts, "right"), stops > ends[0])
         return [ids[part == k] for k in range(1, len(texts))]
 
@@ -209,7 +209,7 @@ class Encoder:
 
 
 def reason(error: Exception) -> str:
-    """Why a record is left out, in the same words for all of a kind."""
+    """Why a record is left out, in the same words for each kind of error."""
     if isinstance(error, json.JSONDecodeError):
         return "not JSON; expected an object on each line, or in .json an array of objects"
     if isinstance(error, UnicodeDecodeError):
@@ -223,7 +223,7 @@ def reason(error: Exception) -> str:
 
 def encode_all(chunks: Iterator[list[tuple]], encoder: Encoder) -> Iterator[tuple]:
     """Encode the chunks in several processes; yields the results in their order."""
-    from torch.utils.data import DataLoader  # here: mistakes are found two seconds sooner
+    from torch.utils.data import DataLoader  # here: mistakes show two seconds sooner
 
     workers = min(encoder.options.workers or math.inf, usable_cores())
     for result in DataLoader(

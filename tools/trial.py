@@ -1,7 +1,7 @@
 """python monitor.py try RUN: the gain of other options, measured in short runs.
 
 A run of STEPS steps with the config.yaml of RUN, and such runs with a single option changed, take
-turns, ROUNDS times. The gain is the median difference in ms/step; it is clear if all have its sign.
+turns, ROUNDS times. The gain is the median difference in ms/step; it is clear if all have one sign.
 """
 
 import contextlib
@@ -68,13 +68,13 @@ def measure(cfg: Config, threads: int) -> float:
     """The median ms/step of a run with these options, in a temporary folder."""
     torch.set_num_threads(threads)
     torch.compiler.reset()
-    gc.unfreeze()  # or the run before stays in memory
+    gc.unfreeze()  # or the previous run stays in memory
     gc.collect()
     with tempfile.TemporaryDirectory(prefix="steady-try-") as folder:
         write_yaml(cfg, f"{folder}/config.yaml", {})
         with contextlib.redirect_stdout(io.StringIO()):
             if code := train.main([f"--config={folder}/config.yaml", f"--out_dir={folder}/run"]):
-                raise SystemExit(code)  # by a signal
+                raise SystemExit(code)  # a signal ended it
         return report(Path(folder, "run"))["figures"]["step_ms_median"]
 
 

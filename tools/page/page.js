@@ -1,5 +1,5 @@
-// The page of one or several runs. All text goes through textContent: names and samples may hold
-// anything. Written against the data that tools/page.py makes.
+// The page of one or several runs, from the data that tools/report.py writes into it. All text goes
+// through textContent: names and samples may hold anything.
 "use strict";
 
 const COLOURS = {  // neighbours in a stack differ in lightness, for black and white
@@ -7,7 +7,7 @@ const COLOURS = {  // neighbours in a stack differ in lightness, for black and w
   other: "#c3c8cf", logging: "#a8861a", evaluation: "#532f85", checkpoint: "#f0926a",
   "start-up": "#c9ced6", training: "#2a7f62", lost: "#c62828",
 };
-const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [1, 3]];  // of lines, for black and white
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [1, 3]];  // of lines, to tell them apart in black and white
 const HEIGHT = 235;
 const page = JSON.parse(document.getElementById("data").textContent);
 const several = page.runs.length > 1;
@@ -82,7 +82,7 @@ function drawGoodput(block, run) {
 
 // --- charts ---
 
-function highest(values) {  // without a few far above the rest, as of the first steps
+function highest(values) {  // ignores a few values far above the rest, as in the first steps
   const sorted = values.filter(x => x != null).sort((a, b) => a - b);
   if (sorted.length < 20) return sorted.at(-1);
   const most = sorted.at(-1), usual = sorted[Math.floor(0.95 * (sorted.length - 1))];
@@ -93,7 +93,7 @@ function highest(values) {  // without a few far above the rest, as of the first
 function chart(title, lines, {runs = page.runs, stacked = false, fromZero = true} = {}) {
   if (!lines.length) return;
   const figure = add(byId("charts"), "figure", "", {className: stacked ? "stacked" : ""});
-  // the same steps in all charts, also where the first ones have no value
+  // the same steps in all charts, even if the first ones have no value
   const all = [[1, Math.max(...page.runs.map(run => run.step))], [null, null]];
   const [steps, , ...raw] = uPlot.join([all, ...lines.map(line => line.data)]);
   const data = [steps, ...raw];
@@ -130,7 +130,7 @@ function chart(title, lines, {runs = page.runs, stacked = false, fromZero = true
   }, data, figure));
 }
 
-function eventsAt(u, runs, step) {  // what happened there, within 6 pixels
+function eventsAt(u, runs, step) {  // the events within 6 pixels of a step
   const margin = 6 * (u.scales.x.max - u.scales.x.min) / u.over.clientWidth;
   return runs.flatMap(run => run.events.filter(e => e.step - margin <= step
     && step <= (e.kind == "slow-down" ? e.until ?? run.step : e.step) + margin)
