@@ -234,7 +234,7 @@ def parse(argv: list[str], saved: str | None = None) -> Config:
     flags += cli.yaml_flags(parser, Config, given.config, drop) if given.config else []
     flags += argv
     ends = {flag.split("=")[0].replace("-", "_") for flag in flags} & {f"__{e}" for e in ENDS}
-    if saved:  # it also names its own end, unless another one is given
+    if saved:  # it also sets the run's end, unless flags set another
         flags = cli.yaml_flags(parser, Config, saved, drop | (ENDS if ends else set())) + flags
     cfg = Config(**vars(cli.read_flags(parser, flags)))
     if sum(bool(getattr(cfg, name)) for name in ENDS) > 1:
@@ -252,7 +252,7 @@ def of_depth(depth: int) -> dict:
     Tokens grow like weights, as depth^3 (arXiv:2203.15556), batch and steps by the square root of
     that each. Weight decay averages over the same share of a run (arXiv:2505.13738).
     """
-    n_head = depth if depth >= 4 else 2 * depth  # of width 64, or 32
+    n_head = depth if depth >= 4 else 2 * depth  # heads of width 64, or 32
     n_kv_head = n_head // 2 if n_head % 2 == 0 else n_head
     seq_len = min(2048, max(64, 16 * depth**2))
     batch_size = max(1, round(256 * (depth / 2) ** 1.5 / seq_len)) * 8

@@ -48,7 +48,7 @@ def rope_table(cfg: Config) -> tuple[Tensor, Tensor]:
 class Where(NamedTuple):
     """Each token's position in its document, and the tokens it may attend to."""
 
-    cos: Tensor  # of its position, [B or 1, T, 1, D]
+    cos: Tensor  # of each position's angle, [B or 1, T, 1, D]
     sin: Tensor
     mask: Tensor | None = None  # bool [B, 1, T, S], also causal; None: all earlier ones in the row
     boundaries: Tensor | None = None  # instead of a mask: steady.tokens.packing.boundaries

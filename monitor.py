@@ -75,7 +75,7 @@ class Monitor:
         self.first_step, self.newest_step = first_step, 0
         self.gathered = {}  # name → (total, weight) since the last log
         self.losses, self.grad_norms, self.steps = [], [], 0  # of every step since the last log
-        self.tokens, self.all_tokens = 0, 0  # of this rank since the last log; of all, of the run
+        self.tokens, self.all_tokens = 0, 0  # this rank's since the last log; all of the run's
         self.datasets, self.dataset_totals = list(datasets), None  # [2, datasets]: losses, targets
         if len(self.datasets) > 1 and level != "off":
             self.dataset_totals = torch.zeros(2, len(self.datasets), device=self.device)
@@ -152,7 +152,7 @@ class Monitor:
             if self.sinks and self.logged_step < self.first_step:
                 self.sinks.use("TensorBoard", TensorBoard.open)  # its import is part of the start
             row, anomalies = self.gather_values(step)  # waits for the device and for other ranks
-            row |= self.rates(step, lr)  # that wait is part of the step
+            row |= self.rates(step, lr)  # the wait is part of the step
             previous = self.phase("logging")
             for anomaly in anomalies:
                 self.safely(self.report_anomaly, anomaly)

@@ -67,7 +67,7 @@ def train(run: "Run", batches):
     while progress.step < run.last_step and not stop.requested():
         seed_everything(cfg.seed, progress.step, ranks.rank)
         lr = set_learning_rate(run.optimizers, learning_rate(progress.step, cfg))
-        sums = 0.0  # of losses and of targets
+        sums = 0.0  # becomes [summed loss, number of targets]
         for i in range(run.accumulation):
             monitor.phase("data")
             batch = next(batches)  # on the device, or on its way there
@@ -211,7 +211,7 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
                                dtype=torch.bfloat16 if fast else torch.float32))
     else:
         others += matrices
-    fused = device.type != "mps"  # its fused kernel ignores `update`'s divisor in torch 2.11
+    fused = device.type != "mps"  # MPS's fused kernel ignores `update`'s divisor in torch 2.11
     optimizers.append(torch.optim.AdamW(others, lr=cfg.learning_rate, fused=fused,
                                         betas=(cfg.beta1, cfg.beta2), weight_decay=0.0))
     return optimizers
@@ -371,7 +371,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     # data
     with reading_paths():
         train_data, val_data = load_data(cfg)
-    cfg = config.resolve(cfg)  # with the steps of --epochs
+    cfg = config.resolve(cfg)  # --epochs has set max_steps
     # device and precision
     device = devices.pick_device(cfg.device, local_rank)
     dtype = devices.pick_dtype(cfg.precision, device)
