@@ -67,7 +67,7 @@ class History:
         return np.array([row.get(name, math.nan) for row in self.rows], dtype=float)
 
 
-TYPES = {  # of all values that are not numbers
+TYPES = {  # types of all values that are not numbers
     **dict.fromkeys(("busiest_thread", "anomaly", "hang", "trace", "sample", "see"), str),
     **dict.fromkeys(("positions", "datasets"), list),
     **dict.fromkeys(("about", "seconds", "order", "evaluated", "finding", "profile", "sources"),
@@ -85,7 +85,7 @@ def checked(row) -> dict | None:
         if isinstance(value, TYPES[name]) if name in TYPES else number:
             out[name] = value
         elif name in LOSSES:
-            out[name] = math.nan  # it was not finite
+            out[name] = math.nan  # the loss was not finite
     return out
 
 

@@ -201,7 +201,7 @@ def read_resources(device: torch.device, out_dir: Path) -> dict[str, float]:
         with contextlib.suppress(Exception):  # without the package nvidia-ml-py
             row["perf/clock_mhz"] = torch.cuda.clock_rate(device)
             row["machine/gpu_celsius"] = torch.cuda.temperature(device)
-            row["machine/gpu_watts"] = torch.cuda.power_draw(device) / 1e3  # of mW
+            row["machine/gpu_watts"] = torch.cuda.power_draw(device) / 1e3  # from mW
     with contextlib.suppress(OSError):  # the folder is gone
         disk = shutil.disk_usage(out_dir)
         row |= {"disk/free_gb": disk.free / 1e9} if disk.total else {}  # some have no size

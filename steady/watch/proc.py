@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path("/")  # of /proc and /sys
+ROOT = Path("/")  # /proc and /sys are below it
 
 
 def read(path: str) -> str:
@@ -42,7 +42,7 @@ def usable_cores() -> int:
 
 def stat_fields(pid: int | str) -> list[str]:
     """Fields of proc(5) of a process, from its state on; [] if it is gone."""
-    return read(f"proc/{pid}/stat").rpartition(")")[2].split()  # its name may hold spaces
+    return read(f"proc/{pid}/stat").rpartition(")")[2].split()  # the process's name may hold spaces
 
 
 def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:

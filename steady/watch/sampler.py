@@ -35,7 +35,7 @@ MOMENT = 1e-2  # seconds that a punctual look waits at most, in the mean the usu
 LOOK = threading.Lock()  # or one sampler would restore another's interval, and a fork keep it
 os.register_at_fork(before=LOOK.acquire, after_in_parent=LOOK.release, after_in_child=LOOK.release)
 LEAST = 20  # looks in a row of metrics.jsonl
-MOST_LINES = 12  # of a phase in a row; the rest are OTHERS
+MOST_LINES = 12  # of a phase in one row; the rest become OTHERS
 HERE = str(Path(__file__).parent)
 ROOT = Path(__file__).parents[2]
 TORCH, NUMPY = (str(Path(module.__file__).parent) for module in (torch, np))
@@ -68,7 +68,7 @@ class Sampler:
 
     def __init__(self, clock):
         self.clock, self.thread_id = clock, threading.get_ident()
-        self.counts = Counter()  # of (phase, ((code, line), the caller's), library)
+        self.counts = Counter()  # looks by (phase, ((code, line), the caller's), library)
         self.named = set()  # "FILE:LINE" of the sources already in the file
         self.hurry, self.ended = True, False
         self.models = False  # whether the loop has a phase for its model
@@ -138,7 +138,7 @@ class Sampler:
         if where not in self.named:
             self.named.add(where)
             sources[where] = linecache.getline(code.co_filename, line).strip()[:120]
-        # with its class, known since Python 3.11
+        # the name with its class, since Python 3.11
         function = getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")
         return f"{where} {function.replace(' ', '')}"
 
@@ -205,7 +205,7 @@ class Tracer:
         elif 0 < self.at <= step + 1 and not getattr(torch.autograd, "_profiler_enabled", bool)():
             from torch.profiler import ProfilerActivity, profile
 
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes to stderr
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr
             activities = [ProfilerActivity.CPU]
             if self.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)

@@ -41,7 +41,7 @@ class Sinks:
     def write(self, step: int, row: dict):
         step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
         row = {name: value for name, value in row.items() if (step, name) not in self.evaluated}
-        if not row:  # as of an evaluation without a target
+        if not row:  # for example, an evaluation without a target
             return
         # JSON has no NaN or infinity; they are written as null
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
@@ -134,7 +134,7 @@ class TensorBoard:
             self.open()
             from tensorboard.compat.proto.summary_pb2 import Summary
 
-            # all of them in one event: add_scalar for each takes three times as long
+            # all values in one event: add_scalar for each takes three times as long
             values = [Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]
             self.writer.file_writer.add_summary(Summary(value=values), step)
         if "sample" in row and self.writer:

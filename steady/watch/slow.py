@@ -16,9 +16,9 @@ from steady.watch.lines import by_function, parts_of
 from steady.watch.slower import WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
 
 LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 128
-LEAST_LOOKS = 40  # of the sampler, to name lines
-WORTH_REPORTING = 0.1  # of a step, in all
-WORTH_NAMING = 0.05  # of a step
+LEAST_LOOKS = 40  # looks of the sampler, to name lines
+WORTH_REPORTING = 0.1  # of a step, all causes together
+WORTH_NAMING = 0.05  # of a step, one cause
 STARVED = 0.15  # of a step, waiting for loader processes: less is the price of handing a batch over
 ALWAYS = 0.25  # quantile over logs: a cause that comes and goes is not slow from the start
 SLOWER_RANK = 1.3  # times the work of the others: healthy ranks reach 1.1

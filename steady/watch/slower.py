@@ -34,11 +34,11 @@ LEAST = 0.025  # of a step: two quiet halves of a run differ by less
 WORTH_NAMING = 0.05  # of the time added
 # of a step, to be reported: a shared machine has its small ups and downs
 LEAST_OF = {"program": 0.01, "machine": 0.1, "unclear": 0.1}
-LOWER_CLOCKS = 0.97  # of a GPU's clock before
+LOWER_CLOCKS = 0.97  # times the GPU's earlier clock
 SLOWER_RANK = 1.1  # times the work of the others
 LINE_SURE = 1.5  # times half its 95 % interval: the surest of some ten lines is picked
 LINE_LEFT = 0.7  # times that half interval must be left to explain: less is noise
-CERTAIN_LOOKS = 60  # of the sampler, to name a line
+CERTAIN_LOOKS = 60  # looks of the sampler, to name a line with certainty
 PATIENCE = 32  # points to wait for them
 
 
@@ -210,7 +210,7 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
                 k, _ = change_point(np.array(normal))
                 jump = np.median(normal[k:]) - np.median(normal[:k])
                 early = not lower and 1 < k <= BASELINE // 2 and name != COMMON
-                if early and jump > max(0.1, 0.6 * threshold) * unit:  # it has begun among them
+                if early and jump > max(0.1, 0.6 * threshold) * unit:  # it began among them
                     normal, rising, since = normal[:k], normal[k:], since - BASELINE + k
                     learn()
                     total = threshold
@@ -218,7 +218,7 @@ def find_rises(name: str, series: dict[int, float], points: list[dict]) -> list[
             rising.append(value)
             total += min((value - level) / unit - allowance, threshold / 6)
             if total <= 0:
-                if len(normal) < 50:  # with those that rose and fell, or it would be low
+                if len(normal) < 50:  # with values that rose and fell, or the level would be low
                     normal += rising
                     learn()
                 total, since, rising = 0.0, n + 1, []
@@ -391,7 +391,7 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
         ms = added(old, new, column)
         left.take(code, ms, [COMMON])
         for phase in STEP_PHASES:
-            share = ms_of(new, phase) / new["perf/step_ms"]  # of the waits falls into this phase
+            share = ms_of(new, phase) / new["perf/step_ms"]  # of the waits falls into it
             left.take(code, share * (ms - shared), [phase])
 
 

@@ -58,7 +58,7 @@ def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) ->
     facts = dict(loss=float(newest), first=float(first), lowest=float(min(first, lowest)))
     if newest > limit:
         below = np.flatnonzero(smooth <= limit)
-        start = below[-1] if len(below) else 0  # of the newest stretch above
+        start = below[-1] if len(below) else 0  # start of the newest stretch above the limit
         start += int(np.argmax(rest[start:] > limit))
         return [Finding("diverged", int(steps[start]) + 1, facts)]
     if newest > uniform - 0.01:
@@ -118,7 +118,7 @@ class Spikes:
 
 # --- resources -------------------------------------------------------------------------------
 
-SAMPLES = 20  # that a trend needs
+SAMPLES = 20  # at least, for a trend
 HORIZON = 5  # growth is extrapolated to at most so many times the observed span
 RESOURCES = {  # name → (column: used, or free; column of its limit, or "" for 0)
     # with the loader's processes, without mapped files (token files): the system may drop those
@@ -184,6 +184,6 @@ def trend(steps: np.ndarray, values: np.ndarray, limit: float) -> tuple | None:
                 or ratio < 1 and left > second * ratio / (1 - ratio)):
             continue
         while start and abs(off[start - 1]) < 4 * noise + 1e-6 * total:
-            start -= 1  # it began before this half
+            start -= 1  # the growth began before this half
         return round(steps[start]), float(slope), round(x[-1] + left / slope)
     return None
