@@ -29,7 +29,7 @@ PART = re.compile(r"rank_\d+_of_\d+\.pt")
 BEST = ("best.pt", "best")
 DRAFT = re.compile(r"((step_\d{8,}|best|backup)(\.pt)?)(\.tmp-[\d-]+)+")
 SET_ASIDE = ".set-aside"
-FORMAT = 5  # of the dict in a file
+FORMAT = 5  # version of the dict in a file
 FIELDS = dict(format=int, step=int, position=int, tokens=int, best_loss=float, best_step=int,
               model=dict, optimizers=list, optimizer_names=list, config=dict)
 

@@ -207,12 +207,12 @@ def begin(run) -> tuple[float, int]:
         tokenizer, copy = run.train_data.tokenizer_folder, own.path / "tokenizer"
         if tokenizer and Path(tokenizer).resolve() != copy.resolve():
             copy_tokenizer(Path(tokenizer), copy)
-        # with --max_minutes, each run has its own number of steps
+        # with --max_minutes, each start sets its own number of steps
         saved = dataclasses.replace(cfg, max_steps=None) if cfg.max_minutes else cfg
         notes = {"run": run_id(own.path) or secrets.token_hex(8), **provenance()}
         with atomic_write(own.path / "config.yaml") as draft:
             write_yaml(saved, draft, notes)
-            if start and not checkpoint_at(folder, step):  # it may end before its first save
+            if start and not checkpoint_at(folder, step):  # the run may end before its first save
                 start = Checkpoint(start.path.resolve())  # os.link follows no links
                 start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
     except Exception:

@@ -61,7 +61,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         config=dataclasses.asdict(run.cfg),
         data=data.fingerprint, stages=data.order.plan[1:],
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
-        base=getattr(run.model, "base", None))  # of adapters
+        base=getattr(run.model, "base", None))  # of adapters: their base's hash
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None, alone)
     run.dir.saved = dataclasses.replace(progress)  # not if `save` raised, say as a rank was lost
 
@@ -132,7 +132,7 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
 def restore_progress(run, state: dict):
     """Continue the counts of the checkpoint; options may decide max_steps anew."""
     cfg, progress = run.cfg, run.progress
-    before = dataclasses.replace(progress)  # as set up, or at a rollback
+    before = dataclasses.replace(progress)  # as set up, or before a rollback
     for name, value in vars(before).items():
         setattr(progress, name, state.get(name, value))
     changed = [name for name in before.evaluated
