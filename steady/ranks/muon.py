@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr: float, weight_decay: float = 0.0, momentum: float = 0.9,
                  beta2: float = 0.95, dtype: torch.dtype = torch.float32, polynomials=POLAR,
                  shards=None):
-        self.dtype, self.polynomials = dtype, polynomials  # of the orthogonalization
+        self.dtype, self.polynomials = dtype, polynomials  # for the orthogonalization
         self.shards = shards if shards and shards.size > 1 else None
         self.helpers = shards.helpers if shards else 1
         self.grad_scale = self.found_inf = None
@@ -223,6 +223,6 @@ def apply(params: list[Tensor], direction: Tensor, squares: Tensor, beta2: float
     squares.lerp_(mean, (1 - beta2) * go)
     torch._foreach_mul_(params, 1 - decay * go)
     direction *= (squares + 1e-16).rsqrt_() * (RMS * rate * go)
-    whole = params[0].ndim == 3  # of a stack
+    whole = params[0].ndim == 3  # a single stack
     moves = [direction] if whole else [*direction[:, : len(params[0])].unbind()]
     torch._foreach_sub_(params, moves)

@@ -25,7 +25,7 @@ from steady.watch.sampler import frame_of, short, worth_naming
 from steady.watch.sinks import alert
 
 LAST_WORDS = 10.0  # seconds for writing files before the process ends
-MOST_ROWS = 16  # of a table of ranks
+MOST_ROWS = 16  # in a table of ranks
 SLOW = ("steady.checkpoints.writer", "steady.checkpoints.state", "steady.checkpoints.checkpoint",
         "torch._dynamo.convert_frame", "torch._inductor.compile_fx")  # modules
 
@@ -140,7 +140,7 @@ class Watchdog:
         if self.store.check(keys):  # else some are not there yet
             for rank, text in enumerate(self.store.multi_get(keys)):
                 note = json.loads(text)
-                if not note.items() <= self.notes.get(rank, {}).items():  # it is new
+                if not note.items() <= self.notes.get(rank, {}).items():  # a new note
                     self.notes[rank] = note | {"heard": self.awake}
 
     def judge(self) -> tuple[str, list[int], dict] | None:
