@@ -285,7 +285,7 @@ class Monitor:
             say(f"warning: step {step}: {describe_anomaly(row)}")
 
     def safely(self, call, *args):
-        """call(*args) of the diagnosis; its first error ends all but closing, and training goes on."""
+        """call(*args) of the diagnosis; its first error ends all but closing, not training."""
         try:
             return call(*args) if self.healthy or call.__name__ == "close" else None
         except Exception as e:

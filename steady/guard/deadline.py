@@ -10,7 +10,7 @@ from steady.watch.proc import process_age_seconds
 
 SETTING_STEP = 100  # of this process: then max_steps is set; the warm-up lasts as long
 EARLIER, SHARE = (2, 5, 20), 0.3  # or at one of these, once this share of the time is over
-RESERVE = 0.02, 2.0  # of the time, and seconds, for the end: a checkpoint, the sample, the report
+RESERVE = 0.02, 2.0  # share of the time, plus seconds, for the last checkpoint, sample and report
 
 
 class Deadline:
@@ -23,7 +23,7 @@ class Deadline:
         if job_ends.isdecimal() and 0 < (left := float(job_ends[:20]) - time.time()):
             self.ends = min(self.ends, self.began + left)
         self.late = self.began + SHARE * (self.ends - self.began)
-        self.steps = 0  # of this process
+        self.steps = 0  # of this process so far
 
     def set_max_steps(self, cfg, progress, ranks, val_data):
         """After each step: at SETTING_STEP set cfg.max_steps for the rest of the run.
@@ -34,7 +34,7 @@ class Deadline:
         if ranks.device.type != "cpu" and self.steps in (1, *EARLIER, SETTING_STEP):
             torch.accelerator.synchronize(ranks.device)  # else steps seem as short as their launch
         now = time.monotonic()
-        if self.steps == 1:  # it compiles
+        if self.steps == 1:  # the first step compiles
             self.began = now
         early = self.steps in EARLIER and ranks.broadcast(now > self.late)
         if self.steps != SETTING_STEP and not early or cfg.max_steps != UNKNOWN:

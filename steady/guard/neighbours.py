@@ -14,7 +14,7 @@ import time
 from steady.watch import proc
 
 CROWDED = 0.15  # of the time without a core: 0.00 to 0.04 alone, 0.33 or more beside one process
-CHECK_SECONDS, FREE_SECONDS = 0.5, 3.0  # without and with a second team
+CHECK_SECONDS, FREE_SECONDS = 0.5, 3.0  # between checks, without and with a second team
 
 
 def make_room():

@@ -31,7 +31,7 @@ def begin():
         if getattr(sys, stream) is None:  # closed: or the next file opened would take its place
             setattr(sys, stream, open(os.devnull, mode))
     threading.Thread(target=make_room, daemon=True).start()
-    if os.getpid() == 1:  # of a container: signals without a handler do nothing
+    if os.getpid() == 1:  # in a container: there, signals without a handler do nothing
         signal.signal(signal.SIGTERM, end_at_once)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # else they end a starting process
         signal.signal(number, signal.SIG_IGN)
@@ -75,7 +75,7 @@ def leave_to_parent(worker: int):
 def run(main):
     """Train, and end this process with the exit code of `main`, given the command line."""
     for name in "stdout", "stderr":
-        with contextlib.suppress(OSError):  # as of a notebook: no file
+        with contextlib.suppress(OSError):  # not a file, as in a notebook
             setattr(sys, name, Screen(getattr(sys, name)))
     gc.freeze()  # imported modules stay
     gc.enable()
@@ -125,7 +125,7 @@ def exit_code(main, argv: list[str], prog: str = "train.py", theirs: tuple = (),
     except Exception as e:
         lost = several_ranks() and lost_connection(e)
         kind = "another rank is gone" if lost else type(e).__name__
-        if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):  # without gcc
+        if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):  # say, no gcc
             kind += " (--no_compile trains without it)"
         print(f"{prog}: failed: {kind}: {str(e).splitlines()[0] if lost else e}", file=sys.stderr)
         if not lost:
@@ -142,7 +142,7 @@ def leave(code: int):
     shuts down aborts it ("terminate called without an active exception")."""
     import multiprocessing  # here: importing it takes 15 ms
     for loader in filter(lambda each: each.daemon, multiprocessing.active_children()):
-        loader.kill()  # one that is stuck ignores SIGTERM, and would be waited for
+        loader.kill()  # a stuck one ignores SIGTERM, and Python would wait for it
     if several_ranks():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -27,7 +27,7 @@ def roll_back(run, error: NotFinite):
     if run.ranks.rank == 0:
         try:
             newest = latest_valid(run.dir.path / "checkpoints") or newest
-        except (ConfigError, OSError) as e:  # all are damaged, or the disk is gone
+        except (ConfigError, OSError) as e:  # all checkpoints are damaged, or the disk is gone
             newest = str(e)
     newest = run.ranks.broadcast(newest)
     if isinstance(newest, str):
@@ -79,7 +79,7 @@ def save_last_step(run):
         time.sleep(0.01)
     if sound:
         save_checkpoint(run, alone=True)
-    writer.wait()  # also for an older one on its way to the disk
+    writer.wait()  # also for an older checkpoint on its way to the disk
     if sound and writer.written == step:
         alert(f"saved the last completed step, {step}")
 
