@@ -223,7 +223,7 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
         expected = [end - begin, *shapes[ours].shape[1:]]
         if cfg.resize_embeddings and theirs in (EMBEDDING, HEAD):
             rows, shape = rows[:], expected
-            mean = rows.float().mean(0, keepdim=True).to(rows.dtype)  # for the rows to add
+            mean = rows.float().mean(0, keepdim=True).to(rows.dtype)  # for the added rows
             rows = torch.cat((rows, mean.expand(expected[0] - len(rows), -1)))
         if shape != expected:
             raise ConfigError(f"{folder}: {theirs} is {shape}; expected {expected}")

@@ -206,7 +206,7 @@ class LinearCrossEntropy(Function):
 
     cpu_chunk = 2**19  # logits at a time: 2 MB in fp32, to stay in the cache
     gpu_chunk = 2**25  # enough to keep a GPU busy
-    rows = 2**13  # of the weight's gradient that exist in the dtype of the product at a time
+    rows = 2**13  # of the weight's gradient held in the dtype of the product at a time
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:

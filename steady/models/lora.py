@@ -140,7 +140,7 @@ def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale:
 # --- files of peft ---------------------------------------------------------------------------
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of all names in WEIGHTS
+PREFIX = "base_model.model."  # begins all names in WEIGHTS
 # Settings of unsupported variants: with them the weights mean something else.
 UNREAD = ("bias", "use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
           "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
