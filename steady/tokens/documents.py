@@ -20,7 +20,7 @@ class Dataset:
     """
 
     mode, row_lengths_vary, has_prompts = "stream", False, False
-    details = ""  # for the screen
+    details = ""  # shown at the start of a run
 
     def __init__(self, name: str, files: list[Path], seq_len: int, weights: dict):
         self.name, self.seq_len, self.weights = name, seq_len, weights

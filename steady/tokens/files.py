@@ -18,7 +18,7 @@ SHARD_MAGIC = {20240520: np.uint16, 20240801: np.uint32}  # llm.c, modded-nanogp
 BYTES_END_OF_TEXT = 256  # the "bytes" tokenizer: ids 0 … 255 are bytes, 256 ends a document
 WIDTH_SAMPLE = 1 << 15  # tokens of a file read to see how wide its ids are
 CONVERT = "np.asarray(ids, np.uint32).tofile(PATH)"
-GPT2_VOCAB = 50257  # of token files without a sidecar, unless --vocab_size says otherwise
+GPT2_VOCAB = 50257  # assumed without a sidecar, unless --vocab_size says otherwise
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 4096  # read from each file to notice other content
 MANY_FILES, FEW_BLOCKS = 16, 4  # blocks of each file if there are more files than this
 
@@ -126,7 +126,7 @@ class TokenFile:
         self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
         if header[:2].tobytes().startswith(b"\x93NUMPY"):
             raise ConfigError(f"{path}: is an .npy file; expected its ids alone: {CONVERT}")
-        start = self.tokens[:WIDTH_SAMPLE]  # of wider ids, every second uint16 is an upper half
+        start = self.tokens[:WIDTH_SAMPLE]  # in wider ids, every second uint16 is an upper half
         if not self.is_typed and len(start) >= 64 and start[1::2].max() <= 3 < start.max():
             self.refuse_type("every second id is below 4, as of ids of 4 or 8 bytes")
         self.mask, masked = None, Path(f"{path}.mask")

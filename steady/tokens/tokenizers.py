@@ -12,7 +12,7 @@ from steady.tokens.files import BYTES_END_OF_TEXT
 MADE = "steady-files.json"  # marks a tokenizer folder that we made
 GENERIC = "TokenizersBackend"  # class of transformers 5 for all that tokenizer.json describes
 SETTINGS = "tokenizer_config.json"
-OWN = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")  # of a tokenizer
+OWN = ("*token*.json", "*.model", "vocab.*", "merges.txt", "chat_template.*")  # its files
 
 
 def load_tokenizer(name: str):
