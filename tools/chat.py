@@ -155,7 +155,7 @@ def read_message(message: dict) -> dict:
     if calls:
         message = dict(content="") | message | dict(tool_calls=calls)
     name = f"{role}.content"
-    if isinstance(message["content"], list):  # of parts; many templates would drop them
+    if isinstance(message["content"], list):  # a list of parts; many templates would drop them
         parts = [expect(dict, part, name) for part in message["content"]]
         if odd := [part for part in parts if {"type": "text"} | part != dict(
                 type="text", text=part["text"])]:
@@ -230,7 +230,7 @@ def one_document(whole: str, turns: list[tuple[str, str]], tokenizer) -> list[Pa
     """The whole conversation; None if the template rewrites any turn later."""
     parts, done = [], 0
     for before, after in turns:
-        # of the last turn; Phi-3's template ends it with an end-of-text
+        # the last turn may end so; Phi-3's template writes an end-of-text there
         ends = after, at_eos(tokenizer, after), after.removesuffix(tokenizer.eos_token)
         after = next(filter(whole.startswith, ends), "")
         if not after.startswith(before):

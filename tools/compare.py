@@ -157,7 +157,7 @@ def result_of(name: str, arm: Arm, seed: int) -> dict:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", input="")
         rows = objects(Path(folder, "metrics.jsonl"), *done.stdout.splitlines())
         end = {key: value for row in rows for key, value in row.items()}
-    evaluated = arm.evaluated | end.get("evaluated", {}) | dict(ema=None)  # by its own defaults
+    evaluated = arm.evaluated | end.get("evaluated", {}) | dict(ema=None)  # with its own defaults
     wrong = f"evaluates {evaluated}; expected {arm.evaluated}" * (evaluated != arm.evaluated)
     if done.returncode or end.get(arm.loss) is None:  # a non-finite loss is null
         wrong = f"exit code {done.returncode}, no {arm.loss}"

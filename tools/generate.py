@@ -229,7 +229,7 @@ def talk(writer: Writer, options: ChatOptions):
 def evaluate(source: Path, options: EvalOptions) -> str:
     """Scores by lm-evaluation-harness; exports a run to a temporary folder. Raises ConfigError."""
     tasks = [task for name in filter(None, ",".join(options.tasks).split(","))
-             for task in sorted(map(str, Path(name).glob("*.yaml"))) or [name]]  # of a folder
+             for task in sorted(map(str, Path(name).glob("*.yaml"))) or [name]]  # in a folder
     if not tasks:
         raise ConfigError("--tasks: expected names or files of tasks, such as --tasks hellaswag")
     try:
@@ -355,7 +355,7 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
         raise ConfigError(f"{checkpoint}: no Hugging Face model has both --qk_norm and --qkv_bias")
     is_foreign, weights, dtype = cfg.model == "transformers", state["model"], DTYPES[options.dtype]
     if options.adapter:
-        with torch.device("cpu" if is_foreign else "meta"):  # for the names of its layers
+        with torch.device("cpu" if is_foreign else "meta"):  # built for the names of its layers
             model = foreign.HFModel(cfg) if is_foreign else Transformer(cfg)
     elif is_foreign or cfg.lora_rank:
         model = build(cfg, state)

@@ -35,14 +35,14 @@ from tools import read
 from tools.chat import Part, chat_documents, expect
 from tools.read import Document, find_inputs, find_keys, read_chunks, read_items
 
-TRAINING_BYTES = 1 << 30  # of input, to train a tokenizer on
+TRAINING_BYTES = 1 << 30  # input at most, to train a tokenizer on
 LISTED = 8  # names of a kind, in the summary
 UNKNOWN = "unknown tokens"
-# The tokenizers library takes 200 times the size of a text, and is slower beyond the cache.
+# The tokenizers library takes 200 times a text's size in memory, and is slower beyond the cache.
 IN_PIECES = re.compile(rf".{{2048,4096}}?(?:{read.LINE}|{read.SPACE})|.{{1,4096}}", re.DOTALL)
 
 USAGE = """INPUT [INPUT ...] --out DIR [--option value ...]
-       data.py show DIR N           print the first N samples, marking the tokens in the loss
+       data.py show DIR N           print the first N documents, marking the tokens in the loss
        data.py show RUN_DIR STEP    print the samples of one step of a run"""
 ABOUT = ("Turn text, JSON, CSV (.gz, .zst too), Parquet and Arrow into token files: files, "
          "folders, patterns, or hf:OWNER/NAME[:CONFIG].")
@@ -56,7 +56,7 @@ class Options:
         None, "train a byte-level BPE tokenizer of this many ids on the input (1 GB of it, spread "
         "evenly)", metavar="VOCAB_SIZE", above=256, at_most=2**24)
     val_fraction: float = option(
-        0.01, "share for validation: of documents, and of a text file of 100 kB or more its end",
+        0.01, "share for validation: random documents, and the end of text files of 100 kB or more",
         at_least=0, below=1)
     text_field: str | None = option(
         None, "key or column of a document's text (default: text, unless there is a chat)")
@@ -90,7 +90,7 @@ class Encoder:
                 self.before = ""
             self.prefix = tokenizers.text_start(self.tokenizer)
             model = self.tokenizer.backend_tokenizer.model
-            state = json.loads(model.__getstate__())  # of a Unigram it has an id, else a token
+            state = json.loads(model.__getstate__())  # a Unigram model's has an id, others' a token
             self.unknown = state.get("unk_id", model.token_to_id(state.get("unk_token") or ""))
 
     def __getitem__(self, chunk: list[tuple]) -> tuple[dict[str, tuple], Counter] | ConfigError:
@@ -279,7 +279,7 @@ def prepare(inputs: list[str], options: Options) -> str:
         work.mkdir(parents=True, exist_ok=True)
         with closing(acquire_lock(work, f"--out {out}")):
             try:
-                shutil.rmtree(draft, ignore_errors=True)  # of a killed process
+                shutil.rmtree(draft, ignore_errors=True)  # left by a killed process
                 draft.mkdir()
                 summary = write_dataset(files, options, draft, counts)
                 publish(draft, out)
@@ -356,7 +356,7 @@ def find_tokenizer(files: list[Path], options: Options, folder: Path) -> tuple[P
     elif options.tokenizer == "bytes":
         return None, "bytes"
     else:
-        # by its folder: by name, transformers retries the hub for a minute, with warnings
+        # load it by folder: by name, transformers retries the hub for a minute, with warnings
         tokenizers.keep_tokenizer(fetch_files(options.tokenizer, weights=False), folder)
         name = Path(options.tokenizer).name
     (folder / tokenizers.MADE).touch()

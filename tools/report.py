@@ -106,7 +106,7 @@ def run_data(found: dict, points: int) -> dict:
             samples.append({"step": row["step"], "text": row["sample"][:2000]})
         if first:
             starts.append(row["step"])
-    with contextlib.suppress(ConfigError):  # it cannot be read
+    with contextlib.suppress(ConfigError):  # config.yaml cannot be read
         config = {name: str(value) for name, value in read_yaml(run_dir / "config.yaml").items()
                   if name != "backup_to"}  # the address may hold a password
     return {name: found[name] for name in ("step", "verdict", "figures", "seconds")} | dict(
