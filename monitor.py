@@ -117,7 +117,7 @@ class Monitor:
             self.log(name, value)
 
     def add_losses(self, losses: Tensor, batch):
-        """A micro-batch's losses [B, T], 0 for ignored targets, of one or more datasets."""
+        """Add a micro-batch: its tokens, its losses [B, T] by dataset (0 for ignored targets)."""
         self.tokens += batch.tokens.numel()
         assert losses.shape == batch.targets.shape, f"losses {[*losses.shape]}: not [B, T]"
         if self.dataset_totals is not None:
@@ -164,7 +164,7 @@ class Monitor:
             self.clock.events.begin(self.clock.current)  # the step that begins now
 
     def write(self, step: int, row: dict):
-        """A row for metrics.jsonl and the other sinks."""
+        """Write a row to metrics.jsonl and the other sinks."""
         if self.sinks:
             self.sinks.write(step, row)
             self.safely(self.history.append, row | {"step": step})
@@ -253,7 +253,7 @@ class Monitor:
         return row | {"perf/data_fraction": ms["data"] / step_ms}
 
     def write_row(self, step: int, row: dict):
-        """To the files, then to the screen, with findings if there are any."""
+        """Write a row to the files, then the log line, then findings if there are any."""
         if not self.sinks:
             return
         for part in self.parts:
@@ -276,7 +276,7 @@ class Monitor:
         self.next_check = began + (time.perf_counter() - began) / CHECK_SHARE
 
     def report_anomaly(self, row: dict):
-        """A row and a warning about a spike or a step that was not finite."""
+        """Write a row, and a warning, about a spike or a step that was not finite."""
         again, step = row.pop("again"), row.pop("step")
         if self.autopsy:
             row |= self.autopsy(step, row["rank"])

@@ -362,7 +362,7 @@ class Run:
 def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     """The run of a resolved Config, ready for its next step. Raises ConfigError.
 
-    out_dir: its directory; None for a new one, made by `train_with_recovery`.
+    out_dir: its directory; None for a new one, made by `open_run_dir`.
     """
     rank, local_rank, world_size, local_world_size = rank_and_world()
     watchdog = Watchdog(cfg.hang_seconds)
