@@ -40,7 +40,7 @@ class Finding:
         return self.parts[0].code if self.parts else ""
 
     def row(self) -> dict:
-        """For metrics.jsonl and --json."""
+        """The finding as a row for metrics.jsonl and --json."""
         kept = {name: value for name, value in vars(self).items() if value not in (None, "")}
         return kept | {"parts": [part.row() for part in self.parts], "text": str(self)}
 
@@ -179,7 +179,7 @@ LINE = {  # the log line, after the step
 
 
 def log_line(step: int, last: int | None, row: dict[str, float]) -> str:
-    """last: step of the run, if it is known."""
+    """The line of a log. last: the last step of the run, if known."""
     shown = [form.format(row[name], si=si(row[name])) for name, form in LINE.items() if name in row]
     if not last:
         return " | ".join([f"step {step}/?", *shown])

@@ -59,11 +59,11 @@ class History:
             self.rows[-1] |= {name: x for name, x in row.items() if name.startswith("val/")}
 
     def last(self, name: str) -> float:
-        """Its value in the last log; 0 without one."""
+        """The value of a column in the last log; 0 if there is none."""
         return self.rows[-1].get(name, 0) if self.rows else 0
 
     def column(self, name: str) -> np.ndarray:
-        """[logs], NaN for a log without it."""
+        """The values of a column, [logs]; NaN for a log without it."""
         return np.array([row.get(name, math.nan) for row in self.rows], dtype=float)
 
 

@@ -183,7 +183,7 @@ def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
 
 
 def read_resources(device: torch.device, out_dir: Path) -> dict[str, float]:
-    """GB and counts used or free now, clock and power of a GPU; the unknown is left out."""
+    """GB and counts used or free now, a GPU's clock and power; unknown values are left out."""
     row = {}
     if rss := proc.rss_bytes():
         row["memory/host_rss_gb"] = rss / 1e9

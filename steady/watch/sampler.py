@@ -155,7 +155,7 @@ def innermost(frame):
 
 @functools.cache
 def worth_naming(file: str) -> bool:
-    """Whether it belongs neither to torch nor to the standard library."""
+    """Whether a file is not part of torch, NumPy, the standard library or the monitor."""
     library = file.startswith(LIBRARY) and "-packages" not in file
     return file.startswith("<ipython") or not (library or file.startswith((NUMPY, *NAMELESS)))
 

@@ -13,7 +13,7 @@ LEAST, MOST = 5, 50  # logs in a smoothed loss: a tenth of all, within these bou
 
 
 def diverged(history: History) -> list[Finding]:
-    """Divergence, nothing learned, a worse validation, non-finite steps."""
+    """Findings: divergence, nothing learned, a worse validation loss, non-finite steps."""
     rows = [row for row in history.rows if "train/loss" in row]
     steps = np.array([row["step"] for row in rows])
     losses = np.array([row["train/loss"] for row in rows])

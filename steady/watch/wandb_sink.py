@@ -42,7 +42,7 @@ def identity(tracker: str, run_dir: Path) -> dict:
 
 
 def start(run_dir: Path, tracker: str, settings: dict) -> subprocess.Popen:
-    """The process. If it ends before training does, it says why."""
+    """Start the tracker's process. If it ends before training does, it says why."""
     size = (run_dir / "metrics.jsonl").stat().st_size
     return subprocess.Popen(
         [sys.executable, "-m", "steady.watch.wandb_sink", run_dir.resolve(), tracker, str(size),
