@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """From its name; TypeError for best."""
+        """The step in its name; TypeError for best."""
         return int(NAME.fullmatch(self.name)[1])
 
     @property

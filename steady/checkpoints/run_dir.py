@@ -103,7 +103,7 @@ def saved_config(cfg, out_dir: Path | None) -> Path | None:
 
 
 def redirect(cfg) -> dict:
-    """Options in place of those given: to continue a run downloaded from --resume URL.
+    """Options that replace those given: to continue a run downloaded from --resume URL.
 
     Raises ConfigError in a restart by torchrun that would begin anew.
     """
@@ -227,7 +227,7 @@ def begin(run) -> tuple[float, int]:
 
 
 def run_id(run_dir: Path | None) -> str | None:
-    """The id in its config.yaml; None without one."""
+    """The run's id from its config.yaml; None if there is none."""
     config = run_dir and run_dir / "config.yaml"
     return id_in(config.read_bytes()) if config and config.is_file() else None
 
