@@ -71,7 +71,7 @@ class Guard:
                             "that was not finite")
 
     def weights_are_finite(self) -> bool:
-        """Whether those of all ranks are. Waits for the device."""
+        """Whether all ranks' weights are finite. Waits for the device."""
         tensors = self.ranks.shards.tensors.values()
         norms = torch._foreach_norm([t for t in tensors if t.is_floating_point()])
         return self.ranks.minimum(int(torch.stack(norms).sum().isfinite())) == 1
@@ -112,7 +112,7 @@ class Spikes:
         return spike.float()
 
     def take(self, step: int, warns: bool) -> dict[str, int]:
-        """A column: spikes in the steps since the last call, up to `step`; may warn of them."""
+        """A column: the spikes in the steps since the last call, up to `step`; warns: of them."""
         table = torch.stack([*self.seen]).tolist() if self.seen else []
         self.seen.clear()
         found = [f"step {i} (loss {loss:.4g}, gradient norm {norm:.4g}, {sigmas:.3g} sigmas)"

@@ -146,7 +146,7 @@ def share(batch: tuple) -> tuple:
 
 
 def collect_garbage(step: int, first_step: int):
-    """At fixed steps, the same on all ranks, and in the first of a process, as part of start-up."""
+    """Collect at fixed steps, equal on all ranks, and in a process's first, as part of start-up."""
     if step == first_step or due(step, GC_INTERVAL):
         gc.collect()
     if step == first_step:

@@ -30,7 +30,7 @@ def monitor_options(run, flops: int) -> dict:
 
 
 def starting_row(run) -> dict:
-    """A row of each start, for `data.py show` and comparisons of validation losses."""
+    """A row at each start, for `data.py show` and to compare validation losses."""
     cfg, order, position = run.cfg, run.train_data.order, run.progress.position
     about = {name: getattr(cfg, name) for name in fixed_options(cfg, "trajectory")}
     about |= dict(position=position, sizes=order.sizes, stages=hash(tuple(map(tuple, order.plan))))
