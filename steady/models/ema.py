@@ -33,7 +33,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int):
-        """After update number `step`."""
+        """Update the averages after update number `step`."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self.averages, self.weights, 1 - decay)
 

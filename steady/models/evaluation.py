@@ -19,7 +19,7 @@ class Means:
         self.totals = {}  # name → sums and counts [2, datasets]
 
     def add(self, name: str, values: Tensor, batch):
-        """values: [B, T], 0 at ignored targets of `batch`; every rank adds the same names."""
+        """Add values [B, T], 0 at ignored targets of `batch`; every rank adds the same names."""
         assert values.shape == batch.targets.shape, f"{name} {[*values.shape]}: not [B, T]"
         if name not in self.totals:
             shape = 2, len(self.data.datasets)
