@@ -148,7 +148,7 @@ def add_option(group, f: dataclasses.Field, hidden: bool):
 
 
 def read_flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
-    """Parse; raises ConfigError, for an unknown name with the nearest one that exists."""
+    """Parse flags. The ConfigError for an unknown name suggests the nearest known one."""
     args, unknown = parser.parse_known_args([normal_form(parser, arg) for arg in argv])
     if unknown and not unknown[0].startswith("-"):
         raise ConfigError(f"unexpected argument {unknown[0]}; expected options: --NAME VALUE")
