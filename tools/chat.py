@@ -129,8 +129,8 @@ def read_messages(record: dict, keys: tuple) -> list[dict]:
 
 
 def read_message(message: dict) -> dict:
-    """With role and content, arguments of tool calls as objects, and weight 0 for a reply that one
-    of FLAGS leaves out of the loss."""
+    """A message with role and content, arguments of tool calls as objects, and weight 0 for a reply
+    that one of FLAGS leaves out of the loss."""
     if "from" in message and "role" not in message:
         role = expect(str, message.pop("from"), "from")
         if role not in ROLES:

@@ -59,7 +59,7 @@ def critical(n: int, level: float) -> float:
 
 
 def interval(values, level: float) -> tuple[float, float]:
-    """The mean of 2 or more and half the width of its interval, valid over all looks."""
+    """The mean of 2 or more values, and half the width of its interval, valid over all looks."""
     n = np.shape(values)[-1]
     half = critical(n, level / len(LOOKS)) * np.std(values, -1, ddof=1) / n**0.5
     return np.mean(values, -1), half

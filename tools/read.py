@@ -103,7 +103,7 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
 
 
 def files_in(folder: Path, out: Path, counts: Counter) -> list[Path]:
-    """The sources in a folder, none hidden or in `out`; of the hub's no README or test split."""
+    """The sources in a folder, except hidden ones, `out`, and the hub's READMEs and test splits."""
     files, found = [], []
     for directory, folders, names in os.walk(folder):
         here = Path(directory)
@@ -145,7 +145,7 @@ def read_chunks(files: list[Path], options, counts: Counter) -> Iterator[list[tu
 
 
 def read_items(files: list[Path], options, counts: Counter) -> Iterator[tuple]:
-    """Yields (file, number from 1, record or Document) of all sources, also before an error.
+    """Yields (file, number from 1, record or Document) of all sources, even those before an error.
 
     options: prepare.Options. counts: of sources left out and without an item. Raises ConfigError.
     """

@@ -91,7 +91,7 @@ def side_by_side(reports: list[dict]) -> str:
 
 
 def run_data(found: dict, points: int) -> dict:
-    """A run for page.js, from its report; its lines of at most so many points; keeps no rows."""
+    """A run for page.js, from its report, with lines of at most `points` points; keeps no rows."""
     run_dir, config = Path(found["run"]), {}
     columns, samples, starts = {}, [], []  # name → (steps, values); first steps of processes
     for _, row in read_rows(run_dir / "metrics.jsonl"):
@@ -116,7 +116,7 @@ def run_data(found: dict, points: int) -> dict:
 
 
 def thin(steps: array, values: array, points: int) -> list[list]:
-    """[steps, values] of at most so many groups: the last step, the mean of finite values."""
+    """[steps, values] of at most `points` groups: their last steps, means of finite values."""
     n = min(len(steps), points)
     groups = [group[np.isfinite(group)] for group in np.array_split(np.array(values), n)]
     return [[int(group[-1]) for group in np.array_split(np.array(steps), n)],
