@@ -15,7 +15,7 @@ MOST = 2**24  # numbers that a rank does together; a step makes several copies o
 
 # a x + b x³ + c x⁵, one after the other, bring singular values from 0.02 to 1 into 0.91 to 1.09:
 # the best that three can do (Polar Express, arXiv:2505.16932, algorithm 1), but of x / 1.02, as
-# they diverge beyond 1, and bf16 may round up to there.
+# bf16 may round x to above 1, and they diverge there.
 POLAR = ((7.5598, -20.8383, 14.7169), (3.1523, -2.2721, 0.4540), (2.1748, -1.5021, 0.3720))
 
 

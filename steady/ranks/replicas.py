@@ -18,7 +18,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 class ReplicasDiffer(Failed):
-    """Ranks hold different weights. agreed: checkpoints after this step are in doubt."""
+    """Ranks hold different weights. agreed: checkpoints after this step are in doubt, if any."""
 
     def __init__(self, text: str, agreed: int | None):
         super().__init__(text)
