@@ -35,8 +35,8 @@ def longer_lines(ms: list[float], looks: list[dict[str, int]],
     times as long as before, the largest first.
 
     ms, looks: of a phase in a step, before and after. The place is the function's line that grew
-    most. Each look is a Bernoulli trial, so the interval is binomial; for a phase
-    without looks, it is the whole phase.
+    most. Each look is a Bernoulli trial, so the interval is binomial; for a phase without looks, it
+    is the whole phase.
     """
     totals = [sum(lines.values()) for lines in looks]
     found = []

@@ -29,7 +29,7 @@ READINGS = {"perf/clock_mhz": "{:.0f} MHz", "machine/gpu_celsius": "{:.0f} °C",
 # Constants, from `python -m tests.bench diagnosis` and `slowdowns`
 MIN_STEPS = 20  # shorter log intervals are merged: the mean of a few steps is mostly noise
 BASELINE = 10  # points that define the usual time of each phase
-SAME_WORK = 0.9, 1.1  # of a step's work: beyond, the phases have other shares
+SAME_WORK = 0.9, 1.1  # times the newest work: beyond, phases have other shares of a step
 LEAST = 0.025  # of a step: two quiet halves of a run differ by less
 WORTH_NAMING = 0.05  # of the time added
 # of a step, to be reported: a shared machine has its small ups and downs
