@@ -162,14 +162,12 @@ def test_a_bad_file_of_options_is_refused(refused, text, said):
 
 
 def test_the_evaluation_says_how_much_it_looked_at(run):
-    printed = run("--out_dir", "r")
-    assert "(16 of " in printed
+    assert "(16 of " in run("--out_dir", "r")
     only = ["--out_dir", "r", "--auto_resume", "--eval_only"]
     assert "(16 of " in run(*only, bare=True)
     everything = run(*only, "--eval_steps", 0, bare=True)
     assert "validation loss" in everything and " of " not in everything
-    huge = run(*only, "--eval_steps", 100000, bare=True)
-    assert huge == everything
+    assert run(*only, "--eval_steps", 100000, bare=True) == everything
 
 
 # --- damaged runs ---

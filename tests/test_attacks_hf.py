@@ -294,8 +294,7 @@ def test_a_token_that_only_the_tokenizer_has_is_named(tmp_path, tool, found):
     tokenizer.save_pretrained(tmp_path / "m")
     flags = [generation.main, "generate", tmp_path / "m", "--max_new_tokens", 2, "--prompt"]
     assert tool(*flags, "a").out.startswith("a")
-    told = tool(*flags, "a [PAD]", expect=2)
-    assert "m: has no token 257, '[PAD]'" in told.err
+    assert "m: has no token 257, '[PAD]'" in tool(*flags, "a [PAD]", expect=2).err
 
 
 def test_a_run_outlives_the_folder_it_began_with(tune, tmp_path, write):

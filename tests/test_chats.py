@@ -268,8 +268,7 @@ def test_an_empty_reply_is_not_learned(made_of):
 
 def test_a_chat_goes_before_the_text_beside_it(tmp_path, made_of):
     records = [dict(TALK=1, messages=TALK[:2], text="Hello Hi."), dict(text="Hi.", messages=None)]
-    told = made_of("qwen2", records)
-    assert "ignored keys     TALK (1), text (1), messages (1)" in told
+    assert "ignored keys     TALK (1), text (1), messages (1)" in made_of("qwen2", records)
     chat, text = read(tmp_path / "o")
     assert len(runs(chat)) == 1 and 0 in chat[1] and all(text[1])
     assert "ignored keys     messages (2)" in made_of("qwen2", records, "--text_field", "text")

@@ -377,8 +377,7 @@ def test_the_loss_of_each_dataset_is_logged(run, tmp_path):
     for step, loss in both.items():  # both have sequences of one length: their shares are exact
         assert loss == pytest.approx(0.75 * of_a[step] + 0.25 * of_b[step], rel=1e-4)
     assert of_a[16] < of_b[16]  # it is seen more often
-    found = column(tmp_path / "r", "train/epochs/a")
-    assert found[16] == pytest.approx(16 * 8 * 0.75 / 93)
+    assert column(tmp_path / "r", "train/epochs/a")[16] == pytest.approx(16 * 8 * 0.75 / 93)
     val = [column(tmp_path / "r", f"val/loss{n}")[16] for n in ("", "/a", "/b")]
     assert val[0] == pytest.approx(0.75 * val[1] + 0.25 * val[2], rel=0.1) and val[1] < val[2]
 

@@ -53,8 +53,7 @@ def test_from_chats_to_a_talk(tmp_path, run, tool, monkeypatch, family):
     ids = torch.from_numpy(file.tokens[begin:end].astype(np.int64))[None]
     with torch.no_grad():
         expected = theirs(ids).logits
-        found = ours(ids)
-        assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+        assert (ours(ids) - expected).abs().max() < 1e-3 * expected.abs().max()
         labels = ids.masked_fill(torch.from_numpy(file.mask[begin:end] == 0)[None], -100)
         targets = labels[:, 1:]
         mean = ours(ids[:, :-1], targets).sum() / (targets != -100).sum()

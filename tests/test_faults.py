@@ -912,8 +912,7 @@ def test_verify_resume(run, tmp_path, monkeypatch):
     plain = train.seed_everything  # below, as if dropout did not resume
     count = itertools.count()
     monkeypatch.setattr(train, "seed_everything", lambda *a: plain(next(count), *a[1:]))
-    output = run("--verify_resume", 4, "--dropout", "0.1", expect=1)
-    assert "values differ, as model." in output
+    assert "values differ, as model." in run("--verify_resume", 4, "--dropout", "0.1", expect=1)
     monkeypatch.setattr(writer.Writer, "write", lambda *_: None)
     assert "no checkpoint of step 4" in run("--verify_resume", 4, expect=2)
     assert not list((tmp_path / "temporary").glob("steady-verify-*"))

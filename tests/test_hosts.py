@@ -98,8 +98,7 @@ def test_a_lost_host_is_done_without_and_taken_back(run, corpus, tmp_path, end, 
         (tmp_path / "lost").touch()
         wait_for(checkpoints / "step_00000016.pt")
         b.boot()
-        again = Launch(a, b, tmp_path, 1, script, log="again", **elastic)
-        again.ends_with(0)
+        Launch(a, b, tmp_path, 1, script, log="again", **elastic).ends_with(0)
         told = first.ends_with(0)
     assert [line[:11] for line in told.splitlines() if line.startswith("device")] == [
         "device  2 x", "device  1 x", "device  2 x"]

@@ -316,8 +316,7 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     tune("--out_dir", "r", "--auto_resume")
     assert column(tmp_path / "r", "train/loss")[20] == losses[20]
     assert generation.main(["export", "r", "out"]) == 0
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert back.config.model_type == "gpt2"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "gpt2"
     net, *_ = generation.open_model(tmp_path / "out")
     for p in net.train().modules():
         p.p = 0.5  # of dropouts

@@ -102,8 +102,7 @@ def test_parts_of_a_matrix_have_adapters_of_their_own(tmp_path, corpus, tokens, 
     for name, p in model.named_parameters():
         if ".lora." in name:
             torch.nn.init.normal_(p, std=0.3)
-    parts = huggingface.linear_parts(model)
-    pairs = lora.pairs_of(model.state_dict(), parts, cfg)
+    pairs = lora.pairs_of(model.state_dict(), huggingface.linear_parts(model), cfg)
     ends = {name.removeprefix("model.") for name in pairs}
     assert len(ends) == (4 if targets[0] == "q_proj" else 3)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m")

@@ -383,8 +383,7 @@ def test_an_error_in_the_diagnosis_does_not_hide_the_error_of_training(run, monk
         raise RuntimeError("the real one")
 
     monkeypatch.setattr(train, "update", update)
-    told = run("--out_dir", "r", expect=1)
-    assert "failed: RuntimeError: the real one" in told
+    assert "failed: RuntimeError: the real one" in run("--out_dir", "r", expect=1)
 
 
 class FakeEvent:

@@ -156,8 +156,7 @@ def test_what_cannot_be_drawn_leaves_the_rest_of_its_row(tmp_path):
     assert told["step"] == 2000 and len(steps) == 40
     assert losses[-1] == pytest.approx(rows[-1]["train/loss"], rel=1e-3)
     assert not told["lines"].keys() & odd.keys() and told["config"] == {}
-    found = report(tmp_path / "r")
-    assert found["figures"]["train/loss"] == rows[-1]["train/loss"]
+    assert report(tmp_path / "r")["figures"]["train/loss"] == rows[-1]["train/loss"]
 
 
 def test_text_that_is_no_unicode_is_escaped(tmp_path, capsys):

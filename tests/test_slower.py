@@ -458,8 +458,7 @@ def test_a_slow_data_set_in_the_training_process_names_its_line(every, logs):
 @pytest.mark.parametrize("place", [OTHERS, "data.py:132 loader < train.py:8 train",
                                    "my.py:8 <module> | multiprocessing", "my.py:8 f | selectors"])
 def test_a_loop_starved_by_its_loader_processes_or_by_no_line_with_a_name(place):
-    looks = {"data": {place: 9}}
-    found = parts_of(rows_of({"data": 14.0}, looks))
+    found = parts_of(rows_of({"data": 14.0}, {"data": {place: 9}}))
     assert list(found) == ["data"] and found["data"].ms == pytest.approx(14.0)
 
 
@@ -518,8 +517,7 @@ def test_a_function_left_to_run_eagerly_is_named_once():
         row["perf/eager_functions"] = 2
     (found,) = findings(History(rows))
     assert (found.code, found.since, value(found, "count")) == ("eager", 260, 2)
-    again = History([*rows, {"step": 600, "finding": found.row()}])
-    assert news(again) == []
+    assert news(History([*rows, {"step": 600, "finding": found.row()}])) == []
 
 
 @pytest.mark.slow

@@ -99,8 +99,7 @@ def test_a_stage_by_size_and_a_folder_spelled_otherwise(sets):
     later = {160: [f"{sets['web']}/", sets["code"]]}
     mixture = load_mixture([sets["web"]], "train", 10, 1, later=later)
     assert [d.name for d in mixture.datasets] == ["web", "code"]
-    source = mixture.order(160, 160 + 1280)[0]
-    assert np.bincount(source).tolist() == [990, 290]
+    assert np.bincount(mixture.order(160, 160 + 1280)[0]).tolist() == [990, 290]
 
 
 # --- the option ------------------------------------------------------------------------------
