@@ -23,6 +23,7 @@ from conftest import (
 
 import train
 from steady.checkpoints import writer
+from steady.guard import neighbours
 from steady.ranks.ranks import LAUNCHERS
 from steady.tokens.files import write_tokens
 from steady.watch import proc
@@ -200,6 +201,17 @@ def test_a_second_team_stops_openmp_from_spinning_and_leaves_without_a_trace():
     crowded, after, started, left = map(float, printed.split())
     assert crowded < 0.5 < after
     assert started == os.cpu_count() + 1 and left == 0
+
+
+def test_no_second_team_where_libgomp_would_end_the_process(monkeypatch):
+    """It may not start a thread: the limit on them counts all processes of the user."""
+    rounds, made = iter([True]), []
+    monkeypatch.setattr(neighbours, "crowded", lambda seconds: next(rounds))
+    monkeypatch.setattr(neighbours, "wait_with_team", lambda: made.append(1))
+    monkeypatch.setattr(proc, "soft_limit", lambda name: 5)
+    with pytest.raises(StopIteration):
+        neighbours.make_room()
+    assert not made
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no GNU OpenMP")

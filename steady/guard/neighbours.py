@@ -15,12 +15,14 @@ from steady.watch import proc
 
 CROWDED = 0.15  # of the time without a core: 0.00 to 0.04 alone, 0.33 or more beside one process
 CHECK_SECONDS, FREE_SECONDS = 0.5, 3.0  # between checks, without and with a second team
+TEAM = (os.cpu_count() or 1) + 1  # threads
 
 
 def make_room():
-    """Watch this process forever, in a thread of its own."""
+    """Watch this process forever. Where it may start no thread, libgomp would end it."""
     while True:
-        if crowded(CHECK_SECONDS):
+        threads = proc.number("proc/loadavg", "/")  # of all: a limit counts all of the user's
+        if crowded(CHECK_SECONDS) and proc.available_threads(threads) > TEAM:
             waiting = threading.Thread(target=wait_with_team, daemon=True)
             waiting.start()
             waiting.join()  # its team ends with it
@@ -30,10 +32,8 @@ def wait_with_team():
     """Keep more OpenMP threads than cores, if this torch has GNU's, until cores are free."""
     import ctypes
 
-    size = (os.cpu_count() or 1) + 1
     for library in {*re.findall("/.*/libgomp.*", proc.read("proc/self/maps"))}:
-        if proc.available_threads(len(proc.names("proc/self/task"))) > size:
-            ctypes.CDLL(library).GOMP_parallel(ctypes.CDLL(None).free, None, size, 0)  # free(NULL)
+        ctypes.CDLL(library).GOMP_parallel(ctypes.CDLL(None).free, None, TEAM, 0)  # free(NULL)
     while crowded(FREE_SECONDS):
         pass
 
