@@ -3,8 +3,8 @@
 import hashlib
 import json
 import os
-import platform
 import re
+import sys
 import sysconfig
 import tempfile
 from fractions import Fraction
@@ -303,9 +303,9 @@ def stdlib(split: str) -> str:
     Every machine with Python has it, so a first run needs no download. One file in twenty, picked
     by a hash of its name, is for validation.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "steady"
-    python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
-    folder = cache / f"stdlib-2-{python}"
+    home = os.path.expanduser("~")  # stays ~ for a user without HOME and account: /~ is refused
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/", home, ".cache")) / "steady"
+    folder = cache / f"stdlib-2-{sys.implementation.name}-{sys.version.split()[0]}"
     if (folder / f"{split}.bin").exists():
         return str(folder)
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
