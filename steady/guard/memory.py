@@ -96,11 +96,11 @@ def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int
 
 def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
     """The largest power of two of sequences that fits into memory, forward and backward."""
-    copies = 2 + (ranks.world_size > 1) + (cfg.ema > 0)  # for the optimizer, ddp's buckets, --ema
-    kept, size = [], 1
-    try:
+    size = 1
+    try:  # beside weights and gradients: the monitor's probe, two moments, ddp's buckets, averages
+        kept = [torch.empty(2**26, dtype=torch.uint8, device=ranks.device)]
         kept += [torch.empty_like(p) for p in model.parameters() if p.requires_grad
-                 for _ in range(copies)]
+                 for _ in range(2 + (ranks.world_size > 1) + (cfg.ema > 0))]
         while True:
             tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=ranks.device)
             documents = trial_documents(tokens, varlen) if cfg.data_mode == "packed" else None
