@@ -59,8 +59,7 @@ def test_the_order_is_the_one_that_earlier_runs_were_trained_in():
     order = order_room.Order([1000, 50], [Fraction(3, 4), Fraction(1, 4)], seed=1337)
     assert order(0, 10).tolist() == [[0, 0, 1, 0, 0, 0, 1, 0, 0, 0],
                                      [112, 209, 49, 840, 434, 961, 1, 908, 42, 641]]
-    assert order(10**12, 10**12 + 6).tolist() == [[0, 0, 1, 0, 0, 0],
-                                                  [938, 43, 21, 328, 968, 916]]
+    assert order(10**12, 10**12 + 6).tolist() == [[0, 0, 1, 0, 0, 0], [938, 43, 21, 328, 968, 916]]
     order.group_by_length(4, 4, lambda dataset, sample: sample % 7)
     assert order(0, 12).tolist() == [[1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1],
                                      [45, 641, 908, 817, 887, 166, 209, 454, 42, 1, 961, 44]]

@@ -20,6 +20,7 @@ from conftest import (
     torchrun_sets,
     wait_for,
 )
+from test_huggingface import FAMILIES, save_random
 
 import train
 from steady.checkpoints import writer
@@ -72,14 +73,15 @@ def torchrun(folder, script, *flags, options) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("texts, said", [
-    ([], "train.py: error: --data d.bin: no such"), ([b"old "], "error: --data: rank 1, on ")])
+    ([], "train.py: error: --data d.bin: no such"), ([b"old "], "error: --data: rank 1, on "),
+    ([b"new "], "error: --init_from: rank 1, on ")])
 def test_a_rank_that_fails_alone_says_why(run, tmp_path, texts, said):
     """As on a host without the data, or with others; what all have in common is said once."""
-    for host, on_host in ("0", [b"new "]), ("1", texts):
-        (tmp_path / host).mkdir()
+    for host, on_host, kind in ("0", [b"new "], "llama"), ("1", texts, "qwen3"):
+        save_random(tmp_path / host / "m", FAMILIES[kind]())
         for text in on_host:
             write_tokens(tmp_path / host / "d.bin", [text * 400])
-    flags = [*FLAGS, "--data", "d.bin", "--out_dir", tmp_path / "r"]
+    flags = ["--data", "d.bin", "--init_from", "m", "--seq_len", 32, "--out_dir", tmp_path / "r"]
     group = processes(tmp_path, 2, flags, lambda rank: os.chdir(str(rank)))
     assert group[1].code() == 2
     group[0].kill(signal.SIGKILL)

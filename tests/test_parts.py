@@ -82,8 +82,7 @@ def write_parts(folder: Path, ranks, size: int = 2, number: int = 7):
     """Write the parts of these ranks of a checkpoint of step 1, with one weight."""
     for rank in ranks:
         saver = Writer(folder, 3, rank=rank, size=size, number=number)
-        saver.write_files(folder / "step_00000001", 1,
-                          {"model": {"w": torch.full((2,), number)}})
+        saver.write_files(folder / "step_00000001", 1, {"model": {"w": torch.full((2,), number)}})
 
 
 def test_a_part_and_its_folder_are_synced(tmp_path, monkeypatch):

@@ -362,8 +362,7 @@ def profiles(slower: str, ms: float, looks: int = 40):
 @pytest.mark.parametrize("slower", ["attend", "norm"])
 def test_the_line_that_became_slower_is_named(slower):
     share = 0.2
-    found = detect(made(1, phase="forward", share=share,
-                        more=profiles(slower, share * STEP_MS)))
+    found = detect(made(1, phase="forward", share=share, more=profiles(slower, share * STEP_MS)))
     (event,) = of_program(found)
     assert codes(event) == ["line"] and event.since <= (PLANTED + 3) * EVERY
     (line,) = event.parts

@@ -15,7 +15,7 @@ from torch import nn
 
 from steady.models import lora
 from steady.models.hub import fetch_files, reason, shorten, tensors_of, weight_files
-from steady.options import ConfigError
+from steady.options import ConfigError, reading_paths
 from steady.ranks.parallel import Shards
 from steady.tokens.files import sampled_hash
 from steady.tokens.tokenizers import byte_tokenizer, load_tokenizer, read_json
@@ -26,8 +26,7 @@ OPTIONS = dict(
     n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
     head_dim="head_dim", d_model="hidden_size", d_ff="intermediate_size", vocab_size="vocab_size",
     norm_eps="rms_norm_eps", max_position="max_position_embeddings",
-    tie_embeddings="tie_word_embeddings",
-)
+    tie_embeddings="tie_word_embeddings")
 # rope_type → names of the numbers in our rope_scaling.
 ROPE = dict(default=(), linear=("factor",), llama3=(
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
@@ -340,6 +339,7 @@ def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+@reading_paths()
 def fingerprint(name: str) -> str:
     """A sampled hash of the weight files of --init_from, and the scales of adapters."""
     *adapters, folder = folders(name)

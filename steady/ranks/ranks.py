@@ -54,11 +54,10 @@ class Ranks:
     def broadcast(self, value):
         return broadcast(value, self.group)
 
-    def require_same_data(self, *data):
-        """Raise ConfigError on a rank whose data are not rank 0's, as on a host with old files."""
-        files = [each and each.fingerprint for each in data]
+    def require_same(self, option: str, files):
+        """Raise ConfigError on a rank whose files are not rank 0's, as on a host with old ones."""
         if self.broadcast(files) != files:
-            raise ConfigError(f"--data: rank {self.rank}, on {os.uname().nodename}, has other "
+            raise ConfigError(f"--{option}: rank {self.rank}, on {os.uname().nodename}, has other "
                               "files than rank 0; expected the same on all hosts")
 
     def minimum(self, number: int) -> int:
