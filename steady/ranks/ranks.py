@@ -116,9 +116,9 @@ def join(rank: int, world_size: int, patience: float) -> dist.Store:
     torchrun keeps its store over restarts, and does not restart several hosts at once. So rank 0
     names each attempt and lists the processes in it; others wait for an attempt that lists them.
     """
-    if not os.environ.get("MASTER_ADDR"):
-        raise ConfigError(f"WORLD_SIZE={world_size} in the environment, and no MASTER_ADDR: "
-                          "expected torchrun to set both; unset it to train in one process")
+    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        raise ConfigError(f"WORLD_SIZE={world_size} in the environment, and no MASTER_ADDR or no "
+                          "MASTER_PORT; torchrun sets them; unset it to train in one process")
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     mine, deadline = os.urandom(8).hex(), time.monotonic() + patience
     try:
