@@ -255,13 +255,13 @@ def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
     def hook(rank):
         if rank == 1:
             time.sleep(1000)
+        os.environ["WORLD_SIZE"] = "5" if rank == 3 else "4"  # of another launch
 
-    group = processes(tmp_path, 3, [*TINY, "--data", corpus, "--batch_size", "6", "--hang_seconds",
-                                    "1"], hook)
-    assert group[0].code() == group[2].code() == 1
+    group = processes(tmp_path, 4, [*TINY, "--data", corpus, "--hang_seconds", "1"], hook)
+    assert group[0].code() == group[2].code() == group[3].code() == 1
     group[1].kill(signal.SIGKILL)
     group[1].code()
-    assert "rank 0 has waited 6 s for rank 1 of 3 ranks to start" in group[0].text()
+    assert "rank 0 has waited 6 s for ranks 1, 3 of 4 ranks to start" in group[0].text()
     assert "Traceback" not in group[0].text()
 
 

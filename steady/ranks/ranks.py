@@ -131,7 +131,7 @@ def join(rank: int, world_size: int, patience: float) -> dist.Store:
         keys = [str(each) for each in range(world_size)]
         while time.monotonic() < deadline:
             if store.check(["attempt"]):
-                here = dist.PrefixStore(store.get("attempt").decode(), store)
+                here = dist.PrefixStore(f"{store.get('attempt').decode()} of {world_size}", store)
                 here.set(str(rank), mine)
                 if rank == 0 and here.check(keys):
                     here.set("joined", b" ".join(here.multi_get(keys)))
