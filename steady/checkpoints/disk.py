@@ -99,7 +99,7 @@ def disk_error(error: BaseException, folder: Path, advice: str = "") -> str:
         cause = cause.__cause__ or cause.__context__
     if not cause:
         return str(error)
-    usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
+    usage = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     return (f"no space left on {folder}: {si(usage.free)}B of {si(usage.total)}B are free "
             f"({cause.strerror}){advice}")
 
