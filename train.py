@@ -390,7 +390,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     # the checkpoint to continue from
     run_dir = rundir.pick_checkpoint(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
-    if cfg.init_from and not start:
+    if cfg.init_from and not start and cfg.model != "transformers":  # it reads other formats
         ranks.require_same("init_from", huggingface.fingerprint(cfg.init_from))
     if cfg.eval_only and not (start or cfg.init_from):
         raise ConfigError("--eval_only: there is no checkpoint to evaluate")

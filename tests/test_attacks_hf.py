@@ -220,8 +220,7 @@ GEMMA = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_atte
 def test_configurations_with_a_text_config(tune, tmp_path, monkeypatch):
     flags = ["--max_steps", 2, "--init_from"]
     found = Qwen3_5Config(text_config=TEXT | LINEAR)
-    cfg = save_random(tmp_path / "text", found).config
-    assert cfg is not found
+    assert save_random(tmp_path / "text", found).config is not found
     found.save_pretrained(tmp_path / "text")
     assert "through transformers' own module" in tune(*flags, "text", "--out_dir", "r")
     vision = Gemma3Config(text_config=TEXT | dict(sliding_window=32), vision_config=GEMMA,

@@ -304,8 +304,10 @@ def test_what_cannot_be_exported(run, trained, tmp_path, tool):
 
 
 def test_other_architectures_train_through_transformers(tmp_path, tune):
-    save_random(tmp_path / "gpt2", AutoConfig.for_model(
+    theirs = save_random(tmp_path / "gpt2", AutoConfig.for_model(
         "gpt2", **GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=None))
+    (tmp_path / "gpt2/model.safetensors").unlink()  # it reads other formats, too
+    torch.save(theirs.state_dict(), tmp_path / "gpt2/pytorch_model.bin")
     flags = ["--init_from", tmp_path / "gpt2", "--learning_rate", 2e-3, "--save_interval", 10]
     told = tune(*flags, "--out_dir", "r", "--monitoring", "full")
     assert "through transformers' own module" in told and "health/output_entropy" not in told
