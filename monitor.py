@@ -173,7 +173,7 @@ class Monitor:
         """Write the last row; returns the report of the run. Raises nothing."""
         global accounted_s
         for part in self.parts:
-            self.safely(part.close)
+            self.safely(part.close, always=True)
         if not self.sinks:
             return ""
         accounted_s = proc.process_age_seconds()
@@ -284,10 +284,10 @@ class Monitor:
         if self.sinks and not again:
             say(f"warning: step {step}: {describe_anomaly(row)}")
 
-    def safely(self, call, *args):
-        """call(*args) of the diagnosis; its first error ends all but closing, not training."""
+    def safely(self, call, *args, always: bool = False):
+        """call(*args) of the diagnosis; its first error ends it, unless `always`, not training."""
         try:
-            return call(*args) if self.healthy or call.__name__ == "close" else None
+            return call(*args) if self.healthy or always else None
         except Exception as e:
             self.healthy = False
             place = traceback.extract_tb(e.__traceback__)[-1]

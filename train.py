@@ -386,12 +386,12 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     shards = parallel.Shards(cfg.parallel, world_size, cfg.shard_size, device.type)
     ranks = Ranks(rank, world_size, device, dtype, workers, shards,
                   Stop(group, rank), watchdog, micro_batch, group)
-    ranks.require_same("data", (train_data.fingerprint, val_data and val_data.fingerprint))
+    ranks.require_same("data", lambda: [d and d.fingerprint for d in (train_data, val_data)])
     # the checkpoint to continue from
     run_dir = rundir.pick_checkpoint(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
     start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
     if cfg.init_from and not start and cfg.model != "transformers":  # it reads other formats
-        ranks.require_same("init_from", huggingface.fingerprint(cfg.init_from))
+        ranks.require_same("init_from", partial(huggingface.fingerprint, cfg.init_from))
     if cfg.eval_only and not (start or cfg.init_from):
         raise ConfigError("--eval_only: there is no checkpoint to evaluate")
     # model, optimizers, state

@@ -371,6 +371,7 @@ def test_a_screen_without_some_characters(monkeypatch):
     ("TORCHELASTIC_RESTART_COUNT=x", "TORCHELASTIC_RESTART_COUNT=x in the environment: expected"),
     ("WORLD_SIZE=2", "WORLD_SIZE=2 in the environment, and no MASTER_ADDR"),
     ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=", "and no MASTER_ADDR or no MASTER_PORT;"),
+    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=x", "MASTER_PORT=x in the environment"),
     ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=99999", "expected a number from 1 to 65535")])
 def test_odd_variables_of_a_cloud(refused, monkeypatch, variables, said):
     for variable in variables.split():

@@ -27,7 +27,7 @@ class Stop:
         self.before = {}  # signal number → the handler that ours replaces
 
     def handle(self, number: int, frame):
-        self.received[number == signal.SIGUSR1] = number
+        self.received[1 if number == signal.SIGUSR1 else 0] = number
 
     def requested(self) -> bool:
         """Whether to stop before the next step; called before each, on every rank."""

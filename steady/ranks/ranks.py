@@ -54,9 +54,10 @@ class Ranks:
     def broadcast(self, value):
         return broadcast(value, self.group)
 
-    def require_same(self, option: str, files):
-        """Raise ConfigError on a rank whose files are not rank 0's, as on a host with old ones."""
-        if self.broadcast(files) != files:
+    def require_same(self, option: str, fingerprint):
+        """Raise ConfigError on a rank whose files have another fingerprint() than rank 0's."""
+        found = fingerprint() if self.world_size > 1 else None
+        if self.broadcast(found) != found:
             raise ConfigError(f"--{option}: rank {self.rank}, on {os.uname().nodename}, has other "
                               "files than rank 0; expected the same on all hosts")
 

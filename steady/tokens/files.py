@@ -114,7 +114,7 @@ class TokenFile:
         self.is_typed = "dtype" in self.meta
         header = np.fromfile(path, np.int32, 3)
         if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
-            self.dtype, offset = np.dtype(SHARD_MAGIC[int(header[0])]), 256 * 4
+            self.dtype, offset = np.dtype(SHARD_MAGIC[int(header[0])]), 256 * 4  # 256 int32
             self.is_typed, self.meta["tokens"] = True, int(header[2])
         self.size = size = os.stat(path).st_size
         self.n_tokens, rest = divmod(size - offset, self.dtype.itemsize)

@@ -368,15 +368,13 @@ PROGRAMME = {  # in each part the most important first, in case the time runs ou
         "1b": partial(mfu, flags=[*LARGE, "--batch_size", "8", "--seq_len", "2048", "--compile"],
                       aim=">= 0.6"),
         "gpt2-124m, muon": partial(mfu, flags=[*COMPILED, "--optimizer", "muon"]),
-        "sample": sampled,
-    },
+        "sample": sampled},
     2: {"peers": peers, "deterministic": partial(choices, name="deterministic")},
     3: {"stopped": stopped, "memory runs out": too_little_memory, "saves": saves},
     4: {
         "monitor": monitors,
         **{f"plant: {name}": partial(plant, name=name) for name in PLANTS},
-        **{name: partial(choices, name=name) for name in ("CUDA graphs", "attention")}},
-}
+        **{name: partial(choices, name=name) for name in ("CUDA graphs", "attention")}}}
 STEPS = {name: step for part in PROGRAMME.values() for name, step in part.items()}
 
 

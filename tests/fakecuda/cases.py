@@ -23,17 +23,14 @@ PAGEABLE_BATCH = "from pageable host data.py <genexpr>"
 LOG = {
     "to pageable host steady/watch/gather.py on_host": 1,
     "synchronize steady/watch/gather.py on_host": 1,
-    "synchronize steady/watch/clock.py phase": 1,  # what is queued belongs to the steps
-}
+    "synchronize steady/watch/clock.py phase": 1}  # what is queued belongs to the steps
 GUARD = {  # skipped steps in a row, at each log but that of a first step
     "to host steady/guard/guard.py check": 1,
-    "synchronize steady/guard/guard.py check": 1,
-}
+    "synchronize steady/guard/guard.py check": 1}
 READ = LOG | GUARD
 SPIKES = {  # with --skip_spikes, at each log
     "to pageable host steady/guard/guard.py take": 1,
-    "synchronize steady/guard/guard.py take": 1,
-}
+    "synchronize steady/guard/guard.py take": 1}
 REPLICAS = {"to pageable host steady/ranks/replicas.py compare_replicas": 1,
             "synchronize steady/ranks/replicas.py compare_replicas": 1}
 PHASE = "synchronize steady/watch/clock.py phase"
