@@ -134,6 +134,7 @@ def test_json_is_an_array_or_lines_or_objects(tmp_path, made, mark):
     ("a.csv", b'text\na\nna\xefve\nb\n',
      "a.csv:2: half of a character (a lone surrogate), or not UTF-8", ["a", "b"]),
     ("a.csv", b'text,n,text\na,1,b\n', "a.csv: two columns have the same name", []),
+    ("a.csv", b'prompt,completion,label\na,b,True\na,c,False\n', "a.csv:2: label false", ["ab"]),
     ("a.csv", b'text\na\n"b', "a.csv: cannot be read: unexpected end of data", ["a"]),
     ("a.json", b'[{"text": "a"}, {"text": "b"', "cannot be read", []),
     ("a.json", b'[{"text": "a"}, 5]', "a.json:2: record: expected an object", ["a"]),

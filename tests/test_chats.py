@@ -95,8 +95,7 @@ def test_replies_in_a_prompt_do_not_count():
         assert ids == all_ids and len(runs((ids, mask))) == 1 and len(runs((ids, all_mask))) == 2
         assert tokenizer.decode(runs((ids, mask))[0]) == "Bye.<|im_end|>"
     (text,) = documents(tokenizer, dict(prompt="Hello", completion=" there"))
-    end = [tokenizer.eos_token_id]
-    assert runs(text) == [tokenizer(" there")["input_ids"] + end]  # plain text stays plain
+    assert runs(text) == [tokenizer(" there" + tokenizer.eos_token)["input_ids"]]  # stays plain
 
 
 def test_replies_of_weight_0_do_not_count():
@@ -176,6 +175,7 @@ def test_what_counts_where_templates_write_turns_anew(family, messages, expected
     (dict(instruction="a", input=float("nan"), output="b"), "input: expected text, found float"),
     (dict(prompt=TALK[:1], completion="Hi."), "completion: expected a list, found text"),
     (dict(prompt="a", completion="b", label=False), "label false: a rejected completion"),
+    (dict(conversations=TALK, label="False"), "label false: a rejected completion"),
     (TALK, "record: expected an object, found a list"),
     (dict(messages=SYSTEM_TALK, system="x"), "system: expected one system prompt"),
     (dict(messages=[dict(role="user", content=[dict(type="thought", text="a")])]),
@@ -259,9 +259,8 @@ def test_an_empty_reply_is_not_learned(made_of):
             (found,) = documents(tokenizer, dict(messages=[*TALK[:2], TALK[2], last]))
             (reply,) = map(tokenizer.decode, runs(found))
             assert reply.strip().endswith("Hi.<|im_end|>")
-    (thought,) = documents(tokenizer_of("qwen3"), dict(
-        messages=[*TALK[:1], dict(empty, reasoning_content="Hm.")]))
-    assert len(runs(thought)) == 1
+    thought = dict(messages=[*TALK[:1], dict(empty, reasoning_content="Hm.")])
+    assert len(runs(*documents(tokenizer_of("qwen3"), thought))) == 1
     told = made_of("qwen3", [dict(instruction="Hello", output=text) for text in ("", "Hi.", "")])
     assert "empty replies    not in the loss (2)\nwithout a reply  train (2)" in told
 

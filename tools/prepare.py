@@ -152,14 +152,12 @@ class Encoder:
             raise ValueError("more fields than the header has")
         names = (name if record[name] is not None else f"{name}: null" for name in record)
         keys, used = find_keys(tuple(names), self.options.text_field)
-        if keys[0] == "prompt" and record.get("label") is False:
+        if "label" in used and str(record.get("label")).lower() == "false":  # text in CSV
             raise ValueError("label false: a rejected completion, which would be learned")
         is_chat, counts = False, Counter()
-        if keys in [("text",), (self.options.text_field,)]:
-            documents = [[(expect(str, record[keys[0]], keys[0]), True)]]
-        elif keys[0] == "prompt" and isinstance(record["prompt"], str):
-            used = keys
-            documents = [[(expect(str, record[key], key), key != "prompt") for key in keys]]
+        if keys == used or keys[0] == "prompt" and isinstance(record["prompt"], str):
+            used = keys  # all text, of which the last counts
+            documents = [[(expect(str, record[key], key), key == keys[-1]) for key in keys]]
         else:
             is_chat, (documents, counts) = True, chat_documents(self.tokenizer, record, keys)
         return ([[part for part in parts if part[0]] for parts in documents], used, is_chat, counts)

@@ -27,11 +27,12 @@ KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".cs
          ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 HUB = "hf:"  # begins the name of a data set on the hub
+BESIDE = ("system", "tools", "label")
 RECORDS = {  # keys that hold a document: optional keys read with them
-    ("prompt", "completion"): ("tools", "system", "label"),
-    ("messages",): ("tools", "system"),
-    ("conversations",): ("tools", "system"),
-    ("instruction", "output"): ("input", "system")}
+    ("prompt", "completion"): BESIDE,
+    ("messages",): BESIDE,
+    ("conversations",): BESIDE,
+    ("instruction", "output"): ("input", *BESIDE)}
 CARDS = ("readme.md", "dataset_infos.json", "dataset_info.json")  # beside the records of the hub
 TRAINING = {"train", "training"}  # words in the names of splits
 OTHERS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
