@@ -39,8 +39,7 @@ def test_a_restart_that_would_begin_anew_is_refused(run, tmp_path):
     for more in (["--overwrite"], ["--resume", "old/checkpoints/step_00000004.pt"]):
         told = run(*flags, *more, hook=lambda rank: torchrun_sets(1), expect=2)
         assert "continues it only with --auto_resume --out_dir" in told
-    told = run(*flags, "--auto_resume", hook=lambda rank: torchrun_sets(1))
-    assert "at step 4" in told
+    assert "at step 4" in run(*flags, "--auto_resume", hook=lambda rank: torchrun_sets(1))
     assert list(column(tmp_path / "old", "train/loss")) == list(range(1, 7))
 
 

@@ -32,33 +32,33 @@ def chat_documents(tokenizer, record: dict, keys: tuple) -> tuple[list[list[Part
         raise ConfigError(f"these are chats ({keys[0]}): add --tokenizer NAME with a chat template"
                           + ", or --text_field text" * ("text" in record))
     messages = read_messages(record, keys)
-    tools = expect(list, record.get("tools") or [], "tools") or None
+    given = dict(tools=expect(list, record.get("tools") or [], "tools") or None)  # to the template
+    given |= expect(dict, record.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weighted = [i for i in replies if messages[i].get("weight", 1)]
-    counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], tools)]
-    whole = at_eos(tokenizer, apply(tokenizer, messages, tools))
-    parts = marked(tokenizer, messages, tools, whole) if counted == replies else None
+    counted = [i for i in weighted if not is_empty(tokenizer, messages[: i + 1], given)]
+    whole = at_eos(tokenizer, apply(tokenizer, messages, given))
+    parts = marked(tokenizer, messages, given, whole) if counted == replies else None
     if not parts:
-        # a greeting (message 0) is no reply
-        turns = [reply_of(tokenizer, messages, i, tools) for i in counted if i > 0]
+        turns = [reply_of(tokenizer, messages, i, given) for i in counted if i]  # 0: a greeting
         parts = one_document(whole, turns, tokenizer)
     documents = [parts] if parts else [
         [(before, False), (at_eos(tokenizer, after)[len(before) :], True)]
         for before, after in turns]
     text = squeeze(whole + "".join(text for parts in documents for text, _ in parts))
-    counts = Counter(("not in the text", name) for message in [*messages, dict(tools=tools)]
+    counts = Counter(("not in the text", name) for message in [*messages, given]
                      for name in left_out(message, text))
     counts["empty replies", "not in the loss"] = len(weighted) - len(counted)
     return documents, counts
 
 
-def is_empty(tokenizer, messages: list[dict], tools: list | None) -> bool:
+def is_empty(tokenizer, messages: list[dict], given: dict) -> bool:
     """Whether the last message, a reply, is empty, in content and in everything else."""
     reply = messages[-1]
     if reply["content"].strip() or reply.get("tool_calls"):
         return False
     bare = [*messages[:-1], dict(role="assistant", content=reply["content"])]
-    return apply(tokenizer, bare, tools) == apply(tokenizer, messages, tools)
+    return apply(tokenizer, bare, given) == apply(tokenizer, messages, given)
 
 
 def left_out(message: dict, text: str) -> Iterator[str]:
@@ -75,7 +75,8 @@ def left_out(message: dict, text: str) -> Iterator[str]:
             raise ValueError(f"the chat template leaves out what {role} says")
         if name == f"{role}.tool_calls.function.name":
             raise ValueError("the chat template leaves out tool calls")
-        if name != f"{role}.role" and (name != f"{role}.weight" or value):
+        is_switch = isinstance(value, bool) and "." not in name  # of chat_template_kwargs
+        if name != f"{role}.role" and (name != f"{role}.weight" or value) and not is_switch:
             yield name
 
 
@@ -165,11 +166,11 @@ def read_message(message: dict) -> dict:
     return message
 
 
-def apply(tokenizer, messages: list[dict], tools: list | None, **options) -> str:
+def apply(tokenizer, messages: list[dict], given: dict, **options) -> str:
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **given, **options)
     except (TemplateError, ArithmeticError, TypeError) as e:
         raise ValueError(f"the chat template refuses it: {e}") from None
 
@@ -178,7 +179,7 @@ def end_of_turn(tokenizer) -> int | None:
     """The special token written after a reply; None if the template writes other text."""
     try:
         text = apply(tokenizer, [dict(role="user", content="a"),
-                                 dict(role="assistant", content=PLACE)], None)
+                                 dict(role="assistant", content=PLACE)], {})
     except (ValueError, LookupError):  # no template, or one of its own kind
         return None
     ids = tokenizer(text.partition(PLACE)[2].strip(), add_special_tokens=False)["input_ids"]
@@ -186,12 +187,12 @@ def end_of_turn(tokenizer) -> int | None:
     return ids[0] if token and token.special else None
 
 
-def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
+def marked(tokenizer, messages, given, whole: str) -> list[Part] | None:
     """Parts by the template's {% generation %} marks; None without marks."""
-    if not MARKED.search(tokenizer.get_chat_template(tools=tools)):
+    if not MARKED.search(tokenizer.get_chat_template(tools=given["tools"])):
         return None
     encoded = tokenizer.apply_chat_template(
-        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
+        messages, **given, return_dict=True, return_assistant_tokens_mask=True,
         tokenizer_kwargs=dict(return_offsets_mapping=True))
     mask, offsets = encoded["assistant_masks"], encoded["offset_mapping"]
     parts, done = [], 0
@@ -202,17 +203,17 @@ def marked(tokenizer, messages, tools, whole: str) -> list[Part] | None:
     return [*parts, (whole[done:], False)] if any(mask) else None
 
 
-def reply_of(tokenizer, messages: list[dict], i: int, tools: list | None) -> tuple[str, str]:
+def reply_of(tokenizer, messages: list[dict], i: int, given: dict) -> tuple[str, str]:
     """(the prompt of reply i, prompt and reply). Raises ValueError."""
-    before = apply(tokenizer, messages[:i], tools, add_generation_prompt=True)
-    after = apply(tokenizer, messages[: i + 1], tools)
+    before = apply(tokenizer, messages[:i], given, add_generation_prompt=True)
+    after = apply(tokenizer, messages[: i + 1], given)
     if after.startswith(before):
         return before, after
     # The template writes the prompt differently once a reply follows. So append the reply to the
     # prompt, after the last words common to both: all that is before it, or else the question.
     content = messages[i]["content"]
     placed = {k: v for k, v in messages[i].items() if k != "tool_calls"} | dict(content=PLACE)
-    head, _, tail = apply(tokenizer, [*messages[:i], placed], tools).partition(PLACE)
+    head, _, tail = apply(tokenizer, [*messages[:i], placed], given).partition(PLACE)
     reply = after.removeprefix(head)
     if content.strip() not in reply and "tool_calls" not in messages[i]:
         reply = content + tail  # DeepSeek's template drops the thought

@@ -129,7 +129,7 @@ class Writer:
         first = [dict(role="system", content=system)] if system else []
         while True:
             try:
-                text = apply(self.tokenizer, first + history, None, add_generation_prompt=True)
+                text = apply(self.tokenizer, first + history, {}, add_generation_prompt=True)
             except (ValueError, TypeError, LookupError) as e:
                 raise ConfigError(f"{self.source}: {e}") from None
             ids = self.ids(text, [])

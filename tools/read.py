@@ -27,7 +27,7 @@ KINDS = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "json", ".cs
          ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 HUB = "hf:"  # begins the name of a data set on the hub
-BESIDE = ("system", "tools", "label")
+BESIDE = ("system", "tools", "chat_template_kwargs", "label")
 RECORDS = {  # keys that hold a document: optional keys read with them
     ("prompt", "completion"): BESIDE,
     ("messages",): BESIDE,
