@@ -72,8 +72,7 @@ def recorder(path):
 
 @pytest.mark.slow
 def test_steps_take_turns_in_processes_of_their_own(tmp_path):
-    makers = {name: (recorder, tmp_path / "calls") for name in "ab"}
-    found = take_turns(makers, rounds=3, steps=2)
+    found = take_turns({name: (recorder, tmp_path / "calls") for name in "ab"}, rounds=3, steps=2)
     assert {name: len(seconds) for name, seconds in found.items()} == {"a": 3, "b": 3}
     pids, steps = zip(*map(str.split, (tmp_path / "calls").read_text().splitlines()), strict=True)
     assert steps == ("1", "1", *"222222")

@@ -213,8 +213,7 @@ def test_switches_take_no_value(name):
                         (f"--{name}=FALSE", False), (f"--{name}=1", True), (f"--{name}=no", False),
                         (f"--no_{name}=true", False)):
         assert getattr(config.parse([flag]), name) is value
-    dashes = name.replace("_", "-")
-    assert getattr(config.parse([f"--{name}", f"--no-{dashes}"]), name) is False
+    assert getattr(config.parse([f"--{name}", f"--no-{name.replace('_', '-')}"]), name) is False
     assert f"--{name} maybe: expected true or false" in refused(f"--{name}=maybe")
     assert "unexpected argument False" in refused(f"--{name}", "False")
 

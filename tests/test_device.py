@@ -64,8 +64,7 @@ ALLOWED = ("_foreach_", "_version", "_replace", "_exit", "_actions", "_option_st
 
 
 def test_private_names_of_torch_are_in_one_file():
-    files = [*ROOT.glob("*.py"), *(ROOT / "steady").rglob("*.py")]
-    for path in files:
+    for path in [*ROOT.glob("*.py"), *(ROOT / "steady").rglob("*.py")]:
         if path.name == "private.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):

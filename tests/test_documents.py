@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -96,8 +97,7 @@ def test_padded_grouped_and_packed_have_the_loss_of_each_document_alone(folder):
         losses = [net(*batch[:3]).sum() for batch in batches]
         assert sum(losses).item() == pytest.approx(sum(expected), rel=1e-5), name
         assert sum(int((b.targets != IGNORE).sum()) for b in batches) == sum(counts), name
-        counted = found.count_tokens(0, 5) + found.count_tokens(5, found.n_samples - 5)
-        assert counted == real, name
+        assert found.count_tokens(0, 5) + found.count_tokens(5, found.n_samples - 5) == real, name
         sum(losses).backward()
         gradients[name] = torch.cat([p.grad.flatten() for p in net.parameters()])
         torch.testing.assert_close(gradients[name], gradients["fixed"], rtol=1e-3, atol=1e-3)
@@ -345,6 +345,18 @@ def test_samples_are_shown(run, tmp_path, tool, monkeypatch, mode):
             assert title.startswith(f"{g}: {name}, {name}/train.bin from token ")
             assert mode == "documents" or 256 not in ids
             assert text[:-1] == bytes(i for i in ids if i != 256).decode()
+
+
+def test_samples_of_other_data_are_not_shown(run, corpus, tmp_path, tool):
+    """Nor of steps that another run made, whose options are unknown."""
+    other = shutil.copytree(corpus, tmp_path / "other")
+    (other / "train.bin").write_bytes(bytes((other / "train.bin").stat().st_size))
+    run("--out_dir", "r", "--max_steps", 4, "--sample_interval", 0)
+    for out_dir, words in (("r", "trained with another"), ("s", "more than 4, where s began")):
+        run("--resume", "r/checkpoints/step_00000004.pt", "--out_dir", out_dir, "--max_steps", 5,
+            "--data", other, "--allow_change", "data")
+        assert words in tool(prepare.main, "show", out_dir, 4, expect=2).err
+        assert tool(prepare.main, "show", out_dir, 5).out.count("--- sample") == 8
 
 
 def test_replies_of_packed_documents_are_marked(run, tmp_path, tool):

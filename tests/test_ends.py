@@ -153,8 +153,7 @@ def test_steps_that_are_slow_are_set_earlier(run, corpus, clock, monkeypatch, ra
 
 
 def test_the_last_line_is_json(run, tmp_path):
-    told = run("--json", "--out_dir", "r", "--eval_interval", 6)
-    found = json.loads(told.splitlines()[-1])
+    found = json.loads(run("--json", "--out_dir", "r", "--eval_interval", 6).splitlines()[-1])
     row = [row for row in rows(tmp_path / "r") if "train/loss" in row][-1]
     assert found["step"] == 12 and found["train_loss"] == row["train/loss"]
     assert found["val_loss"] == column(tmp_path / "r", "val/loss")[12]

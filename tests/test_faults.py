@@ -506,8 +506,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path):
     group = long_run(tmp_path, corpus, ranks=2)
     group[1].kill(signal.SIGHUP)
     assert [process.code() for process in group] == [129, 129], group[0].text() + group[1].text()
-    step = steps(tmp_path / "r")[-1]
-    assert f"stopped at step {step} by SIGHUP" in group[0].text()
+    assert f"stopped at step {steps(tmp_path / 'r')[-1]} by SIGHUP" in group[0].text()
 
 
 @pytest.mark.parametrize("number, asked", [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
@@ -860,8 +859,7 @@ def test_a_backup_apart_from_the_run_is_expected(run, copy, tmp_path, place):
     before = contents(tmp_path, "lock")
     flags = [] if place == "runs/7" else ["--out_dir", "r", "--auto-resume"]
     for url in (place, f"local://{tmp_path}/x/../{place}"):
-        output = run(*flags, "--backup_to", url, expect=2)
-        assert f"--backup_to {url}: overlaps the run" in output
+        assert f"--backup_to {url}: overlaps the run" in run(*flags, "--backup_to", url, expect=2)
     assert contents(tmp_path, "lock") == before
 
 

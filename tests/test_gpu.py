@@ -132,8 +132,7 @@ def test_packed_documents_are_computed_as_if_alone(device, how, precision, toler
     close = dict(rtol=tolerance, atol=tolerance * float(expected.detach().mean()))
     torch.testing.assert_close(found.cpu().float(), expected, **close)
     for p, gradient in zip(model.parameters(), gradients, strict=True):
-        difference = (p.grad.cpu() - gradient).norm() / gradient.norm()
-        assert difference < 2 * tolerance, p.shape
+        assert (p.grad.cpu() - gradient).norm() / gradient.norm() < 2 * tolerance, p.shape
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])  # minutes on a CPU

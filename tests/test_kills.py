@@ -111,5 +111,4 @@ def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ran
         while attempt(str(n), dice.randint(1, moments) if left else 0,
                       dice.randrange(ranks))[0] != 0:
             done, left = done + 1, left - 1
-        end = end_of(tmp_path / f"runs/{n}")
-        assert compare(whole, end)[1] == [], f"run {n}"
+        assert compare(whole, end_of(tmp_path / f"runs/{n}"))[1] == [], f"run {n}"

@@ -232,8 +232,7 @@ def test_flops_are_those_that_torch_counts_and_sizes_what_names_say(name):
     counted = counter.get_total_flops() / cfg.seq_len
     assert flops_per_token(model, cfg) == pytest.approx(counted, rel=0.02)
     if millions:
-        parameters = sum(p.numel() for p in model.parameters())
-        assert parameters / 1e6 == pytest.approx(millions, rel=0.02)
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype, recipes", [(torch.bfloat16, 3), (torch.float32, 1)])

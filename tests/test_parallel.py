@@ -178,8 +178,7 @@ def test_the_loss_is_divided_by_the_targets_counted(run, tmp_path, monkeypatch):
 
     plain = train.loader
     monkeypatch.setattr(train, "loader", changed)
-    ways = {"one": [], "ddp": [], "zero3": ["--parallel", "zero3"]}
-    for name, flags in ways.items():
+    for name, flags in {"one": [], "ddp": [], "zero3": ["--parallel", "zero3"]}.items():
         run("--out_dir", name, "--micro_batch_size", 2, "--save_interval", 6, *flags,
             ranks=1 + (name != "one"))
     for name in ("ddp", "zero3"):
@@ -371,8 +370,7 @@ def test_an_error_on_one_rank_loses_no_step(run, tmp_path, saving, unlucky):
 
     flags = [*EXACT, "--eval_interval", 0, "--out_dir", "r", "--parallel", "zero3",
              *["--save_interval", 2] * saving]
-    told = run(*flags, ranks=2, hook=hook, expect=1)
-    assert told.count("saved the last completed step, 4") == 1
+    assert run(*flags, ranks=2, hook=hook, expect=1).count("saved the last completed step, 4") == 1
     assert "step_00000004 at step 4" in run(*flags, "--auto_resume", ranks=2)
     run(*flags, "--out_dir", "whole", ranks=2)
     assert compare(saved(tmp_path / "whole")["model"], saved(tmp_path / "r")["model"])[1] == []

@@ -39,8 +39,7 @@ DRAWN = re.compile(r"train/(loss|grad_norm|learning_rate)$|(train|val)/loss(_ema
 def main(argv: list[str]) -> int:
     """Exit code 0; 2 if a run cannot be read."""
     if argv and argv[0] in OTHERS:
-        other = pkgutil.resolve_name(OTHERS[argv[0]])
-        return run_command(f"monitor.py {argv[0]}", other, argv[1:])
+        return run_command(f"monitor.py {argv[0]}", pkgutil.resolve_name(OTHERS[argv[0]]), argv[1:])
     return run_command("monitor.py", print_reports, argv)
 
 

@@ -42,16 +42,17 @@ def samples_of_step(run_dir: str, step: int):
     """As `first_documents`, for the samples of one step in the order of their positions."""
     cfg = parse([], saved=f"{run_dir}/config.yaml")
     # each start of the run logs the options of its samples; the last before the step counts
-    order, before = dict(position=0), 0
     log = Path(run_dir, "metrics.jsonl")
-    for _, row in read_rows(log) if log.exists() else ():
-        if "order" in row and row["step"] < step:
-            order, before = row["order"], row["step"]
+    rows = (row for _, row in read_rows(log) if "order" in row) if log.exists() else ()
+    starts = {row["step"]: row["order"] for row in rows} or {0: dict(position=0)}
+    if step <= min(starts):
+        raise ConfigError(f"step {step}: expected more than {min(starts)}, where {run_dir} began")
+    order = starts[before := max(at for at in starts if at < step)]
     cfg = replace(cfg, **{k: order[k] for k in order.keys() & fixed_options(cfg, "trajectory")})
     data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size, "--data",
                         cfg.data_mode, split_stages(cfg.stage, cfg.max_steps, cfg.batch_size))
-    plan, sizes, n = hash(tuple(map(tuple, data.order.plan))), data.order.sizes, cfg.batch_size
-    if (order.get("stages", plan), order.get("sizes", sizes)) != (plan, sizes):
+    source, n = hash(tuple(repr((data.order.plan, data.fingerprint)).encode())), cfg.batch_size
+    if order.get("source", source) != source:
         raise ConfigError(f"step {step}: trained with another --stage or --data than the newest")
     data.group_by_length(data.GROUP_STEPS, n)
     first = order["position"] + (step - 1 - before) * n

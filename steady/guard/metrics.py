@@ -31,9 +31,9 @@ def monitor_options(run, flops: int) -> dict:
 
 def starting_row(run) -> dict:
     """A row at each start, for `data.py show` and to compare validation losses."""
-    cfg, order, position = run.cfg, run.train_data.order, run.progress.position
-    about = {name: getattr(cfg, name) for name in fixed_options(cfg, "trajectory")}
-    about |= dict(position=position, sizes=order.sizes, stages=hash(tuple(map(tuple, order.plan))))
+    about = {name: getattr(run.cfg, name) for name in fixed_options(run.cfg, "trajectory")}
+    source = repr((run.train_data.order.plan, run.train_data.fingerprint)).encode()
+    about |= dict(position=run.progress.position, source=hash(tuple(source)))
     return {"order": about, "evaluated": run.progress.evaluated}
 
 
