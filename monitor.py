@@ -72,8 +72,7 @@ class Monitor:
         self.about, self.columns, self.autopsy, self.trace = about or {}, columns, autopsy, trace
         self.sink_options = dict(tensorboard=tensorboard, flush_secs=flush_secs, tracker=tracker)
         self.sinks, self.spikes, self.healthy = None, Spikes(), True
-        self.first_step, self.newest_step = first_step, 0
-        self.gathered = {}  # name → (total, weight) since the last log
+        self.first_step, self.gathered = first_step, {}  # name → (total, weight) since the last log
         self.losses, self.grad_norms, self.steps = [], [], 0  # of every step since the last log
         self.tokens, self.all_tokens = 0, 0  # this rank's since the last log; all of the run's
         self.datasets, self.dataset_totals = list(datasets), None  # [2, datasets]: losses, targets
@@ -88,6 +87,7 @@ class Monitor:
     def begin(self, first_step: int):
         """Open the sinks, with the history of earlier processes."""
         self.first_step, self.logged_step = first_step, first_step - 1
+        self.newest_step = max(0, first_step - 1)  # some loops count from 0
         if self.out_dir and self.level != "off":
             self.sampler = Sampler(self.clock)
             self.tracer = Tracer(self.out_dir, self.device, self.trace)
@@ -98,7 +98,7 @@ class Monitor:
             self.history = self.sinks.history
             self.all_tokens = self.columns().get("train/tokens", self.history.last("train/tokens"))
             about = {"last_step": self.last_step()} | self.about
-            self.write(max(0, first_step - 1), {"about": about})  # some loops count from 0
+            self.write(self.newest_step, {"about": about})
 
     # --- the interface of a loop ---
 

@@ -110,8 +110,8 @@ def test_the_last_evaluation_is_made_up_for_once(run, tmp_path):
     run(*flags, hook=lambda rank: hook(rank, 21), expect=143)
     printed = [run(*flags, "--auto_resume", hook=hook) for _ in range(2)]
     assert ["nothing to do" in each for each in printed] == [False, True]
-    state = saved(tmp_path / "r")
-    assert [state[name] for name in ("evaluated_step", "best_step", "waited")] == [12, 6, 1]
+    assert saved(tmp_path / "r").items() >= dict(evaluated_step=12, best_step=6, waited=1).items()
+    assert (made := [row["step"] for row in rows(tmp_path / "r")]) == sorted(made)  # or none is cut
 
 
 @pytest.mark.slow
