@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from test_page import write_rows
 
 import train
 from steady.watch.findings import log_line
@@ -77,17 +78,24 @@ def test_losses_and_steps_that_are_not_finite():
     assert kinds((None, None), (None, None)) == [("not finite", 1)]  # --monitoring off
 
 
+def test_the_report_of_a_long_run_counts_all_its_bad_steps(tmp_path):
+    write_rows(tmp_path, [log(50 * i, loss) | {"health/nonfinite_steps": 1}
+                          for i, loss in enumerate([8.0, *[3.0] * 4999, *[12.0] * 1000])])
+    found = {each.code: each.values for each in report(tmp_path)["findings"]}
+    assert found["not finite"]["count"] == 6000 and found["diverged"]["first"] == 8
+
+
 def test_a_model_that_has_collapsed_to_a_uniform_guess():
     (finding,) = judge(np.r_[10.9, 900.0, np.full(998, math.log(VOCAB))], 50)
     assert finding.code == "nothing learned"
 
 
-@pytest.mark.parametrize("values, since", [([2.0, 1.5, 1.7], None), ([2.0, 1.5, 1.9], 200)])
+@pytest.mark.parametrize("values, since", [([2.0, 1.5, 1.7], None), ([2.0, 1.5, 1.9], 240)])
 def test_a_validation_loss_that_is_too_high(values, since):
     history = History([log(1, 2.0)])
     for i, value in enumerate(values):
         history.append(log(100 * (i + 1), 2.0))
-        history.append({"step": 100 * (i + 1), "val/loss": value})
+        history.append({"step": 100 * (i + 1) + 40, "val/loss": value})
     assert [(f.code, f.since) for f in diverged(history)] == (
         [("validation", since)] if since else [])
     history.append({"step": 400, "evaluated": {"validation data": "other"}})

@@ -24,14 +24,15 @@ LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file if not f
 
 
 class History:
-    """At most 512 logs. rows: logs, each with the evaluation that followed it.
+    """At most 512 logs, in rows. evaluations: rows with validation losses that can be compared.
+    nonfinite: the "step" where a log interval with non-finite steps begins, its "count" of them.
     about: facts on the run from its newest process (last_step, vocab_size, …). reported: findings
-    in the file, as dicts. sources: "FILE:LINE" → source text. process_began: the first step of the
-    newest process.
+    in the file. sources: "FILE:LINE" → source text. process_began: the newest process's first step.
     """
 
     def __init__(self, rows=()):
-        self.rows, self.reported = deque(maxlen=LOGS), deque(maxlen=LOGS)
+        self.rows, self.reported, self.evaluations = (deque(maxlen=LOGS) for _ in range(3))
+        self.nonfinite, self.logged = deque(maxlen=100 * LOGS), math.inf  # a report thins rows only
         self.about, self.sources, self.process_began, self.evaluated = {}, {}, 0, None
         for row in rows:
             self.append(row)
@@ -47,16 +48,20 @@ class History:
         self.sources |= row.get("sources", {})
         if row.get("evaluated", self.evaluated) != self.evaluated:
             self.evaluated = row["evaluated"]
-            for old in self.rows:  # losses of other data are not compared
-                old.pop("val/loss", None)
+            self.evaluations.clear()  # losses of other data are not compared
         if "perf/startup_s" in row:
             self.process_began = row["step"]
         if row.get("perf/step_ms"):
-            while self.rows and self.rows[-1]["step"] >= row["step"]:
-                self.rows.pop()  # repeated after a rollback
+            for past in self.rows, self.evaluations, self.nonfinite:
+                while past and past[-1]["step"] >= row["step"]:
+                    past.pop()  # repeated after a rollback
             self.rows.append(row)
-        elif self.rows:
-            self.rows[-1] |= {name: x for name, x in row.items() if name.startswith("val/")}
+            since, self.logged = min(self.logged + 1, row["step"]), row["step"]
+            finite = math.isfinite(row.get("train/loss", 0.0))
+            if count := max(row.get("health/nonfinite_steps", 0), not finite):
+                self.nonfinite.append(dict(step=since, count=count, finite=finite))
+        if "val/loss" in row:
+            self.evaluations.append(row)
 
     def last(self, name: str) -> float:
         """The value of a column in the last log; 0 if there is none."""

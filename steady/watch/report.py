@@ -89,12 +89,12 @@ def report(run_dir: Path) -> dict:
             for name, x in (ms | own).items():
                 seconds[name] += max(0, row["step"] - logged) * x / 1e3
         logged = row["step"]
-        logs += 1
         if logs % every:
             history.rows.pop()
         elif len(history.rows) == LOGS:  # a whole long run, at a coarser grain
-            history.rows = deque([*history.rows][1::2], LOGS)
+            history.rows = deque([*history.rows][::2], LOGS)
             every *= 2
+        logs += 1
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
     usual = [row for row in history.rows if "perf/startup_s" not in row]
     medians = [row.get("perf/step_ms_median") or row["perf/step_ms"] for row in usual]

@@ -4,7 +4,6 @@ No millisecond counts twice: a cause takes its time out of its phase, and the ne
 rest. `python monitor.py try RUN` measures options that the rows cannot judge.
 """
 
-import itertools
 import math
 import re
 
@@ -48,8 +47,8 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
             and "perf/startup_s" not in row and "perf/disturbed" not in row][:MOST_LOGS]
     if len(rows) < LEAST_LOGS or rows[-1]["step"] - history.rows[0]["step"] < LEAST_STEPS:
         return []
-    steps = [b["step"] - a["step"] for a, b in itertools.pairwise(rows[-3:])]
-    if 2 * steps[1] < steps[0]:  # the last row, of a few steps, would count as much as the others
+    a, b, c = (row["step"] for row in rows[-3:])
+    if 2 * (c - b) < b - a:  # the last row, of a few steps, would count as much as the others
         rows.pop()
     mean, early = mean_row(rows), mean_row(rows[: (len(rows) + 1) // 2])
     ms = {name: ms_of(mean, name) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}

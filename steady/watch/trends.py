@@ -19,20 +19,18 @@ def diverged(history: History) -> list[Finding]:
     losses = np.array([row["train/loss"] for row in rows])
     finite = np.isfinite(losses)
     found = learning(steps[finite], losses[finite], history.about.get("vocab_size"))
-    vals = [(row["val/loss"], row["step"]) for row in history.rows if "val/loss" in row]
+    vals = [(row["val/loss"], row["step"]) for row in history.evaluations]
     if vals:
         (loss, step), (best, since) = vals[-1], min(
             (val for val in vals if math.isfinite(val[0])), default=(math.inf, vals[0][1]))
         if not loss <= best + max(0.2 * best, 0.1):  # or NaN
             found.append(Finding("validation", since, dict(loss=loss, step=step, best=best)))
-    bad = [max(row.get("health/nonfinite_steps", 0), not ok)
-           for row, ok in zip(rows, finite, strict=True)]
+    bad = [each for each in history.nonfinite if each["step"] >= history.rows[0]["step"]]
+    count = sum(each["count"] for each in bad)
+    total = history.logged - rows[0]["step"] + 1 if rows else 0
     # a few non-finite gradients are normal: fp16's loss scaler finds its scale that way
-    total = int(steps[-1] - steps[0] + 1) if rows else 0
-    if sum(bad) > (0.01 * total if finite.all() else 0):
-        first = np.flatnonzero(bad)[0]
-        since = int(steps[first - 1]) + 1 if first else 1
-        found.append(Finding("not finite", since, dict(count=int(sum(bad)), steps=total)))
+    if count > (0.01 * total if all(each["finite"] for each in bad) else 0):
+        found.append(Finding("not finite", bad[0]["step"], dict(count=int(count), steps=total)))
     return found
 
 
@@ -143,15 +141,13 @@ def runs_out(history: History) -> list[Finding]:
             continue
         if name == "device memory":  # a step needs more than stays between steps
             room -= max(0.0, history.last("memory/peak_gb") - values[-1])
-        values, room = values - values[0], room - values[0]
-        growth = trend(x, values, room)
+        growth = trend(x, values - values[0], room - values[0])
         if growth and growth[2] < (about.get("last_step") or 0):
             since, per_step, at_step = growth
-            in_gb = column.endswith("_gb")
-            rate = f"{si(1e9 * per_step)}B/step" if in_gb else f"{per_step:.3g}/step"
+            rate = f"{si(1e9 * per_step)}B" if column.endswith("_gb") else f"{per_step:.3g}"
             found.append(Finding(name, since, dict(
                 at_step=max(at_step, int(steps[-1])), last_step=int(about["last_step"]),
-                rate=rate, per_step=per_step)))
+                rate=f"{rate}/step", per_step=per_step)))
     return found
 
 
