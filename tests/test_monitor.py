@@ -347,17 +347,17 @@ def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
 
 
 def test_tensorboard_goes_on_after_a_restart_whatever_the_clock_says(tmp_path, monkeypatch):
-    """Three processes, the second in the same second as the first, the third an hour before."""
+    """Four processes, the third in the same second as the second, the last an hour before."""
     real = time.time
-    for start, hours in ((0, 0), (4, 0), (8, -1)):
-        monkeypatch.setattr(time, "time", lambda hours=hours: real() // 60 * 60 + 3600 * hours)
+    for start, later in ((0, 0), (4, 1), (8, 1), (12, -3600)):
+        monkeypatch.setattr(time, "time", lambda later=later: real() // 60 * 60 + later)
         m = make(tmp_path, tensorboard=True, start_step=start, log_interval=1)
         for n in range(start + 1, start + 7):  # two more than the next one goes on from
             step(m, n, float(n))
         m.close()
         monkeypatch.undo()
     events = events_of(tmp_path / "tensorboard")
-    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 15))
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 19))
 
 
 def fail(*_, **__):

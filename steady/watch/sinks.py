@@ -154,12 +154,12 @@ class TensorBoard:
 
 def put_event_files_in_order(folder: Path):
     """Make event files sort before one created now. TensorBoard reads them by the Unix time in
-    their names, equal after a quick restart and wrong after a change of the clock."""
+    their names, equal after a quick restart, wrong if the clock changed. "~" sorts after hosts."""
     now = int(time.time())
     for old in folder.glob("events.out.tfevents.*.*"):
         second, rest = old.name.split(".", 4)[3:]
         if second.isdecimal() and int(second) >= now:
-            old.rename(folder / f"events.out.tfevents.{now - 1:010d}.{second}.{rest}")
+            old.rename(folder / f"events.out.tfevents.{now - 1:010d}.~{second}.{rest}")
 
 
 def plain(value):
