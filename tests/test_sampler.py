@@ -59,8 +59,7 @@ def test_a_look_skips_torch_and_the_standard_library(sampler):
 
 
 @pytest.mark.parametrize("file, shown, library", [
-    (f"{profile.LIBRARY}/site-packages/transformers/modeling.py", "transformers/modeling.py:1 f",
-     ""),
+    (f"{profile.LIBRARY}/site-packages/transformers/model.py", "transformers/model.py:1 f", ""),
     ("/home/me/project/my_data.py", "project/my_data.py:1 f", ""),
     (f"{profile.ROOT}/steady/ranks/muon.py", "steady/ranks/muon.py:1 f", ""),
     # in a compute phase time in NumPy is work on the host; time in torch is the model's
@@ -291,8 +290,9 @@ def test_a_signal_writes_a_trace_of_three_steps(run, tmp_path, signalled):
 
 
 def test_three_steps_from_one_that_is_asked_for_are_traced(run, tmp_path):
-    run("--out_dir", "r", "--trace", 6)
-    assert [path.name for path in (tmp_path / "r/traces").iterdir()] == ["step_6.json"]
+    run("--out_dir", "r", "--trace", 8)
+    assert [path.name for path in (tmp_path / "r/traces").iterdir()] == ["step_8.json"]
+    assert [row["step"] for row in rows(tmp_path / "r") if "perf/disturbed" in row] == [8, 12]
     assert "\ntrace:" not in (tmp_path / "r/config.yaml").read_text()
 
 

@@ -213,7 +213,7 @@ class Tracer:
                 torch.cuda.set_sync_debug_mode("warn")
             self.profiler, self.first = profile(activities=activities), step + 1
             self.profiler.start()
-            self.at = 0
+            self.at, self.row["perf/disturbed"] = 0, 1  # also of a log at the first traced step
 
     def stop(self):
         self.profiler.stop()
