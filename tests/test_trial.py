@@ -60,7 +60,7 @@ def test_what_is_not_clear_is_not_promised(tried):
     (part,) = tried(lambda cfg, threads: next(times), only=["--precision bf16"]).parts
     assert part.code == "not clear" and part.ms is None
     low, high = (dict(part.values)[name] for name in ("low", "high"))
-    assert (low, high) == (-1, 5) and f"not clear, {low:+.3g} to {high:+.3g} ms" in str(part)
+    assert (low, high) == (-1, 5) and f"gain not clear, {low:+.3g} to {high:+.3g} ms" in str(part)
 
 
 def test_an_option_that_fails_spares_the_others(tried):

@@ -77,7 +77,7 @@ CAUSES = {  # code → "meaning; remedy"
     "checkpoint": "checkpoints; twice the --save_interval, or a faster disk",
     "checkpoint grows": "what is saved keeps growing; look for a list that is never cleared",
     "option": "{option}",
-    "not clear": "{option}: not clear, {low:+.3g} to {high:+.3g} ms",
+    "not clear": "{option}: gain not clear, {low:+.3g} to {high:+.3g} ms",
     "failed": "{option}: failed: {error}",
     "unexplained": "unexplained"}
 OF_MACHINE = {"quota", "stolen", "contention", "disk", "memory", "probe", "clocks", "stopped",
