@@ -23,7 +23,7 @@ def early_end(cfg, progress, signal_number: int = 0) -> str:
 
 def rate_jump(run, learning_rate) -> str:
     """A line if the newest update had another rate than the schedule gives it; or ""."""
-    group, step = run.optimizers[0].param_groups[0], run.progress.step
+    group, step = run.optimizers[-1].param_groups[0], run.progress.step  # Muon's depend on ranks
     before, now = (learning_rate(at, run.cfg) * group.get("lr_scale", 1.0)
                    for at in (step - 1, step))
     lr = group.get("lr", before)
