@@ -227,7 +227,7 @@ def load_mixture(paths: list[str], split: str, seq_len: int, seed: int,
     make = Stream
     if mode in ("documents", "packed") or mode == "auto" and prompts:
         make = partial(Documents, packing=mode == "packed")
-    datasets = [make(name, files, seq_len, weights) for name, files, weights in sources]
+    datasets = [retry(partial(make, *source, seq_len)) for source in sources]
     return Mixture(datasets, seed, vocab_size)
 
 

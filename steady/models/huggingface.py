@@ -124,8 +124,7 @@ def native_shape(found) -> dict | None:
         max_position=min(shape["max_position"], window or 1 << 60),
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rope_scaling=[float(rope[name]) for name in ROPE[kind]],
-        qkv_bias=found.model_type == "qwen2", qk_norm=found.model_type == "qwen3",
-    )
+        qkv_bias=found.model_type == "qwen2", qk_norm=found.model_type == "qwen3")
 
 
 def foreign_shape(found, cfg) -> dict:

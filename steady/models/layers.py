@@ -174,6 +174,8 @@ class Head(nn.Linear):
     Both go through the module's call: --parallel zero3 gathers the weight in it.
     """
 
+    always_called = True  # not only read for its weight, so it can be sharded and compiled alone
+
     def __init__(self, d_model: int, padded_vocab: int, vocab_size: int):
         super().__init__(d_model, padded_vocab, bias=False)
         self.vocab_size = vocab_size

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from steady import private
-from steady.models.layers import Head
 from steady.options import ConfigError
 from steady.ranks.muon import Muon
 from steady.ranks.ranks import FOR_EVER, rank_and_world
@@ -81,7 +80,7 @@ class Shards:
         if model.embedding.weight is not model.head.weight:
             fully_shard(model.embedding, mesh=self.mesh, reshard_after_forward=again,
                         mp_policy=outside)
-            if isinstance(model.head, Head):
+            if getattr(model.head, "always_called", False):
                 fully_shard(model.head, mesh=self.mesh, reshard_after_forward=False,
                             mp_policy=inside)
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=outside)
@@ -231,7 +230,7 @@ def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, wor
         return
     private.keep_graphs_whole()
     for part in (*model.blocks, model.head):
-        if part is not model.head or isinstance(part, Head):
+        if part is not model.head or getattr(part, "always_called", False):
             part.forward = torch.compile(part.forward, **how)
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from steady.checkpoints.disk import retry
 from steady.options import ConfigError
 from steady.tokens.files import IGNORE, TokenFile
 from steady.tokens.packing import pack
@@ -22,10 +21,10 @@ class Dataset:
     mode, row_lengths_vary, has_prompts = "stream", False, False
     details = ""  # shown at the start of a run
 
-    def __init__(self, name: str, files: list[Path], seq_len: int, weights: dict):
+    def __init__(self, name: str, files: list[Path], weights: dict, seq_len: int):
         self.name, self.seq_len, self.weights = name, seq_len, weights
         self.document_lengths = np.array([seq_len])  # all blocks of a stream are this long
-        self.files = [retry(lambda file=file: TokenFile(file)) for file in files]
+        self.files = [*map(TokenFile, files)]
         self.n_tokens = sum(file.n_tokens for file in self.files)
         self.dtype = np.result_type(*(file.dtype for file in self.files))
 
