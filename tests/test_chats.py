@@ -37,8 +37,7 @@ def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[
         raise found
     ids, ends, mask, _ = found[0]["train"]
     mask = [1] * len(ids) if mask is None else mask.tolist()
-    begins = [0, *ends[:-1]]
-    return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip(begins, ends, strict=True)]
+    return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def counts(tokenizer, *records) -> dict:

@@ -283,12 +283,13 @@ CHAT = [dict(role="user", content="sat?"), dict(role="assistant", content="on a 
 @pytest.mark.parametrize("kind", ["parquet", "json", "saved", "hub"])
 def test_columns_of_other_types_and_chats(tmp_path, made, chats, kind):
     """Nested lists, JSON as text, columns that no document needs."""
-    given = save_as(kind, tmp_path, dict(messages=[CHAT, CHAT], scores=[[1.5], []], text=["", "x"]))
-    made(given, "--tokenizer", chats)
+    given = save_as(kind, tmp_path, dict(messages=[CHAT, CHAT, None], scores=[[1.5], [], []],
+                                         text=["", "x", None]))
+    told = made(given, "--tokenizer", chats, "--skip_bad")
     (ids, mask), other = read(tmp_path / "o")
     text = AutoTokenizer.from_pretrained(chats).decode(ids)
     assert (ids, mask) == other and text.startswith("[user]sat?[assistant]on a mat")
-    assert 0 < sum(mask) < len(mask)
+    assert 0 < sum(mask) < len(mask) and "scores, " in told and "messages: null" in told
     rated = save_as(kind, tmp_path / "o", dict(prompt=["a"], completion=["b"], label=[False]))
     assert "label false: a rejected completion" in made(rated, expect=2)
 

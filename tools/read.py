@@ -64,7 +64,7 @@ def find_keys(names: tuple, text_field: str | None) -> tuple[tuple, tuple]:
             return keys, keys + more
     known, found = ", ".join(map(" and ".join, RECORDS)), ", ".join(map(str, names)) or "no key"
     raise ValueError(f"has {found:.200}; expected {text_field or 'text'} (see --text_field), or "
-                     f"{known}")
+                     f"{known}: rename them (docs/finetuning.md)")
 
 
 def suffixes(path: Path) -> list[str]:
@@ -224,7 +224,7 @@ def read_records(path: Path, options) -> Iterator:
 
 
 def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
-    """Rows by the library `datasets`, streamed or mapped; columns without a document are None."""
+    """Rows by the library `datasets`, streamed or mapped; columns without a document are ""."""
     import datasets
     from pyarrow.dataset import ParquetFragmentScanOptions
 
@@ -249,7 +249,7 @@ def read_rows(path: Path, kind: str, options) -> Iterator[dict]:
     if names := found.column_names:
         find_keys(tuple(names), options.text_field)
         known = {options.text_field or "text"}.union(*(k + more for k, more in RECORDS.items()))
-        others = dict.fromkeys(name for name in names if name not in known)
+        others = dict.fromkeys((name for name in names if name not in known), "")
         found = found.select_columns([name for name in names if name in known])
     for batch in found.iter(16):
         for values in zip(*batch.values(), strict=True):
