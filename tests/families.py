@@ -21,8 +21,9 @@ TOOL_RESULTS = (
     "{% elif m.role == 'tool' %}{{ '<|im_start|>user' if loop.first or loop.previtem.role != 'tool'"
     " }}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
     "{{ '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}")
-QWEN2 = (  # without its tools and its default system prompt
-    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
+QWEN2 = (  # without its tools and its default system prompt; an empty call as Llama 3.1 does
+    "{% for m in messages %}{{ raise_exception('single tool-calls') if m.tool_calls == [] }}"
+    "{% if m.role in ('system', 'user', 'assistant') %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{{ '<|im_start|>assistant\n' if add_generation_prompt }}")
 QWEN3 = (

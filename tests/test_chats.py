@@ -72,8 +72,8 @@ SAME = {
     "instruction": dict(instruction="Hello", input="", output="Hi.", system=SYSTEM),
     "conversations": dict(conversations=[{"from": "system", "value": SYSTEM}, *SAID]),
     "conversations, role": dict(conversations=SYSTEM_TALK),
-    "columns of others": dict(messages=[dict(m, tool_calls=None) for m in SYSTEM_TALK],
-                              tools=None)}
+    "columns of others": dict(messages=[dict(m, tool_calls=None if m is TALK[1] else [])
+                                        for m in SYSTEM_TALK], tools=None)}
 
 
 @pytest.mark.parametrize("form", SAME)

@@ -148,12 +148,12 @@ def read_message(message: dict) -> dict:
         if not all(flags.values()):
             message["weight"] = 0
     name = f"{role}.tool_calls"
-    calls = [expect(dict, call, name) for call in expect(list, message.get("tool_calls", []), name)]
+    calls = [expect(dict, call, name) for call in expect(list, message.pop("tool_calls", []), name)]
     for call in calls:
         function = call["function"] = expect(dict, call["function"], f"{name}.function")
         arguments = function.get("arguments") or {}
         function["arguments"] = expect(dict, arguments, f"{name}.function.arguments")
-    if calls:
+    if calls:  # to many templates an empty list is a call
         message = dict(content="") | message | dict(tool_calls=calls)
     name = f"{role}.content"
     if isinstance(message["content"], list):  # a list of parts; many templates would drop them
