@@ -317,7 +317,7 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
         drawn = f": the {val.documents:,} are drawn for validation; try another --val_fraction"
         raise ConfigError(f"{files[0]}: no document to train on{drawn if val.tokens else ''}")
     if counts["without a reply", "train"] == train.documents:
-        raise ConfigError(f"{files[0]}: no document to train on has a reply of an assistant")
+        raise ConfigError(f"{files[0]}: no document to train on has a reply of role 'assistant'")
     train.close()
     val.close()
     tokens, unknown = train.tokens + val.tokens, counts.pop(UNKNOWN, 0)
