@@ -275,9 +275,8 @@ def test_documents_resume_bit_for_bit(run, folder):
     flags = [*FLAGS, "--data", folder, "--data_mode", "packed", "--dropout", 0.1, "--out_dir", "r"]
     assert " values same" in run(*flags, "--verify_resume", 6)
     run(*flags)
-    told = run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--data_mode", "auto",
-               bare=True, expect=2)
-    assert "data_mode packed -> documents" in told
+    flags = ["--out_dir", "r", "--auto_resume", "--max_steps", 20, "--data_mode", "auto"]
+    assert "data_mode packed -> documents" in run(*flags, bare=True, expect=2)
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path, folder):
@@ -285,7 +284,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path, folder):
     (np.arange(1000) % 100).astype(np.uint16).tofile(plain)
 
     def refused(words, path=plain, **options):
-        cfg = tiny_config(data=[str(path)], **dict(data_mode="documents") | options)
+        cfg = tiny_config(**dict(data=[str(path)], data_mode="documents") | options)
         with pytest.raises(ConfigError, match=words):
             data.load_data(cfg)
 
@@ -298,6 +297,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path, folder):
         np.ones(n, np.uint8).tofile(f"{plain}.mask")
         refused(f"train.bin.mask: {n} bytes; expected one for each of the 1,000 tokens")
     (tmp_path / "train.bin.mask").unlink()
+    refused("different tokenizers: .* bytes, .*/train.bin unknown", data=[str(folder), str(plain)])
     refused("--val_data: its tokenizer is unknown, but --data has bytes", folder,
             val_data=[str(plain)])
     refused("--val_data: validation data with prompts, training data without", data_mode="auto",

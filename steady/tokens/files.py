@@ -221,11 +221,11 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     for file in files:
         if not file.is_typed and (largest := vocab_size or of_data) > 1 << 16:
             file.refuse_type(f"the vocabulary has {largest:,} ids")
-    named = {f.meta["tokenizer"]: f.path for f in files if f.meta.get("tokenizer")}
+    named = {file.meta.get("tokenizer") or None: file.path for file in files}
     if len(set(map(tokenizer_hash, named))) > 1:
-        listed = ", ".join(f"{path} {name}" for name, path in named.items())
+        listed = ", ".join(f"{path} {name or 'unknown'}" for name, path in named.items())
         raise ConfigError(f"sources with different tokenizers: {listed}")
-    name = next(iter(named), None)
+    name = next(iter(named))
     beside = (file.path.parent / "tokenizer" for file in files if name not in (None, "bytes"))
     folder = next((str(path) for path in beside if path.is_dir()), None)
     end_of_text = next((m["end_of_text"] for m in metas if "end_of_text" in m), None)
