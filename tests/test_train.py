@@ -152,6 +152,7 @@ class OwnState(torch.optim.SGD):
             group["steps"] = group.get("steps", 0) + 1
             for p in group["params"]:
                 m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=torch.bfloat16))
+                self.state[p].setdefault("own", {0: [p.double() / 3], "kind": "text"})
                 total += m.lerp_(p.grad.to(m.dtype), 0.1).float().norm()
                 p.sub_(m * (group["lr"] / group["steps"] / (1 + total)))
 

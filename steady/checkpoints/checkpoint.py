@@ -168,14 +168,13 @@ def unused_name(path: Path) -> Path:
     return new
 
 
-def tree_map(call, *trees, name: str = ""):
+def tree_map(call, tree, *more, name: str = ""):
     """call(name, *leaves) for the leaves of equally nested states, nested in the same way."""
-    first = trees[0]
-    if not isinstance(first, (dict, list, tuple)):
-        return call(name.lstrip("."), *trees)
-    keys = first if isinstance(first, dict) else range(len(first))
-    mapped = [tree_map(call, *(tree[key] for tree in trees), name=f"{name}.{key}") for key in keys]
-    return dict(zip(first, mapped, strict=True)) if keys is first else type(first)(mapped)
+    if not isinstance(tree, (dict, list, tuple)):
+        return call(name.lstrip("."), tree, *more)
+    keys = tree if isinstance(tree, dict) else range(len(tree))
+    mapped = [tree_map(call, *(t[k] for t in (tree, *more)), name=f"{name}.{k}") for k in keys]
+    return dict(zip(tree, mapped, strict=True)) if keys is tree else type(tree)(mapped)
 
 
 def compare(a, b, name: str = "") -> tuple[int, list[str]]:

@@ -50,8 +50,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     state = dict(
         format=checkpoints.FORMAT,
         **dataclasses.asdict(progress),
-        nonfinite=run.guard.nonfinite,
-        spikes=run.guard.spikes and run.guard.spikes.window,
+        nonfinite=run.guard.nonfinite, spikes=run.guard.spikes and run.guard.spikes.window,
         model=lora.kept(run.ranks.shards.tensors),
         whole=[name for name, _ in run.model.named_buffers()],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
@@ -112,7 +111,9 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
                   for i, each in saved["state"].items()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for i, name in enumerate(mine) if moved else ():  # else each rank reads its own file
-            for key, x in states.get(i, {}).items():
+            leaves = {}
+            checkpoints.tree_map(leaves.__setitem__, states.get(i, {}))
+            for key, x in leaves.items():
                 if isinstance(x, torch.Tensor) and x.ndim and len(x) != len(params[i]):
                     raise ConfigError(f"{checkpoint}: {type(optimizer).__name__}'s {key} of {name} "
                                       "cannot be resharded by rows; resume with as many ranks")
@@ -122,9 +123,9 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
                 group.update((k, before[k]) for k in before.keys() - OF_THIS_RUN)
         optimizer.load_state_dict(saved | {"state": states, "param_groups": groups})
         for i, p in enumerate(params):
-            optimizer.state[p] |= {  # restore their dtype: torch has cast them to the weight's
-                name: x.to(p.device) for name, x in states.get(i, {}).items()
-                if isinstance(x, torch.Tensor) and x.dtype != optimizer.state[p][name].dtype}
+            optimizer.state[p] |= checkpoints.tree_map(  # as saved: torch has cast it to p's dtype
+                lambda _, x, cast: x.to(cast.device) if isinstance(x, torch.Tensor) else x,
+                states.get(i, {}), optimizer.state[p])
     if state["scaler"] and run.ranks.scaler.is_enabled():
         run.ranks.scaler.load_state_dict(state["scaler"])
 
