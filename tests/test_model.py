@@ -89,6 +89,7 @@ def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
                        layers.cross_entropies(head(hidden[None]), targets[None])[0],
                        plain_losses(hidden, weight, targets, vocab)):
             found.append((losses, *torch.autograd.grad((losses * factors).sum(), (hidden, weight))))
+        assert not head(hidden)._is_view()
     *ours, plain = found
     for way in ours:
         for found, expected in zip(way, plain, strict=True):
