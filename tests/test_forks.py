@@ -90,11 +90,10 @@ BY_LAYER = '''    matrices = [dict(params=[p for name, p in trained.items()
                 for i in range(cfg.n_layer)]
 '''
 
-TEACHER = '''    shards.hold(model)
-    from tools.generate import open_model
+TEACHER = '''    from tools.generate import open_model
     model.__dict__["teacher"] = open_model(Path("teacher"))[0].to(device).eval()
+    return model
 '''
-
 
 FORKS = {  # name → [(file, text, its replacement)]
     "z-loss": RECIPES["loss"],
@@ -104,9 +103,8 @@ FORKS = {  # name → [(file, text, its replacement)]
         ("data.py", "    return Mixture(datasets, seed, vocab_size)\n", MASKED),
         ("model.py", "causal=causal", "causal=False")],
     "distillation": [
-        ("model.py", "        return self.head(self.hidden(tokens, documents=documents), "
-                     "targets)\n", DISTILLED),
-        ("train.py", "    shards.hold(model)\n", TEACHER)],
+        ("model.py", RECIPES["loss"][0][1], DISTILLED),
+        ("train.py", "    return model\n", TEACHER)],
     "generated data": RECIPES["Generated data"],
     "rates by layer": [("train.py", MATRICES, BY_LAYER)],
     "preference tuning": RECIPES[WITH_PAIRS],
