@@ -289,8 +289,7 @@ def test_an_error_says_whether_another_rank_is_gone(monkeypatch, capsys, error, 
     assert exit_code(main, []) == 1
     told = capsys.readouterr().err
     if lost:
-        first = str(error).splitlines()[0]
-        assert told == f"train.py: failed: another rank is gone: {first}\n"
+        assert told == f"train.py: failed: another rank is gone: {str(error).splitlines()[0]}\n"
     else:
         assert told.startswith(f"train.py: failed: {type(error).__name__}: {error}\nTraceback")
 

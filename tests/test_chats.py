@@ -37,7 +37,7 @@ def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[
         raise found
     ids, ends, mask, _ = found[0]["train"]
     mask = [1] * len(ids) if mask is None else mask.tolist()
-    return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    return [(ids[a:b].tolist(), mask[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def counts(tokenizer, *records) -> dict:

@@ -149,15 +149,17 @@ def test_time_adds_up_over_restarts_and_lost_steps_count_as_lost(tmp_path, monke
 
     # steps 1 to 5; the first one is start-up, the last one has no log
     assert process(0, 5) == {"start-up": 1.06, "forward": 0.2, "logging": 0.04}
-    # a checkpoint holds the first two: 3 and 4 are lost, as far as they were logged
-    assert process(2, 2) == {"start-up": 2.12, "forward": 0.1, "logging": 0.02, "lost": 0.1}
+    # a checkpoint holds the first two: 3 to 5 are lost, in every phase
+    assert process(2, 2) == {"start-up": 2.12, "forward": 0.1, "logging": 0.02, "lost": 0.18}
     assert [row["step"] for row in rows(tmp_path) if "perf/step_ms" in row] == [1, 2, 3, 4]
     # a second monitor in one process, as after a rollback: no time is counted twice
     assert process(4, 2, same_process=True) == {
-        "start-up": 3.18, "forward": 0.15, "logging": 0.03, "lost": 0.1}
+        "start-up": 3.18, "forward": 0.15, "logging": 0.03, "lost": 0.18}
     # a process that has made no checkpoint: its start is lost, too
     assert process(4, 2) == {
-        "start-up": 3.18, "forward": 0.15, "logging": 0.03, "lost": 0.1 + 1.06 + 0.05}
+        "start-up": 3.18, "forward": 0.15, "logging": 0.03, "lost": 0.18 + 1.06 + 0.06}
+    # a run continued from an older checkpoint: what earlier processes lost stays lost
+    assert process(1, 1) == {"start-up": 2.12, "lost": 1.3 + 2 * 1.06 + 3 * 0.06}
 
 
 def test_a_run_whose_metrics_were_deleted_ends_as_any_other(tmp_path):

@@ -94,6 +94,20 @@ def checked(row) -> dict | None:
     return out
 
 
+def seconds_of(row: dict, logged: float) -> dict[str, float]:
+    """Seconds by phase that a row stands for; logged: the step of the log before it."""
+    out = {"lost": row.get("lost_s", 0.0)} | row.get("seconds", {})
+    if "perf/startup_s" in row:
+        out["start-up"] = row["perf/startup_s"]
+    elif row.get("perf/step_ms"):
+        ms = {name: row[f"perf/{name}_ms"] for name in PHASES if f"perf/{name}_ms" in row}
+        ms = ms or {"other": row["perf/step_ms"]}  # --monitoring off
+        own = {name[6:-3]: x for name, x in row.items() if name.startswith("phase/")}
+        ms["other"] = max(0.0, ms.get("other", 0.0) - sum(own.values()))
+        out |= {name: max(0, row["step"] - logged) * x / 1e3 for name, x in (ms | own).items()}
+    return out
+
+
 def read_rows(path: Path, start: int = 0) -> Iterator[tuple[int, dict]]:
     """(byte offset of its end, row) of each row of a metrics.jsonl, from byte `start` on.
 

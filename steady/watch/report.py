@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from steady.watch.findings import Finding, duration
-from steady.watch.history import LOGS, OUTSIDE_PHASES, STEP_PHASES, History, read_rows
+from steady.watch.history import LOGS, OUTSIDE_PHASES, PHASES, History, read_rows, seconds_of
 from steady.watch.slow import eager, slow
 from steady.watch.slower import BASELINE, is_certain, slowdown
 from steady.watch.trends import RESOURCES, diverged, runs_out
@@ -14,7 +14,6 @@ from steady.watch.trends import RESOURCES, diverged, runs_out
 FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/step_ms_p95",
            "perf/mfu", "perf/tokens_per_second", "memory/host_rss_gb", "memory/peak_gb")
 NO_TRAINING = ("data", "start-up", *OUTSIDE_PHASES, "lost")
-KINDS = ("start-up", *STEP_PHASES, *OUTSIDE_PHASES, "lost")
 LASTING = ("slow", "eager", *RESOURCES)  # reported once a process, as their estimated start moves
 UNKNOWN_CAUSES = ("", "unexplained")
 
@@ -66,7 +65,7 @@ def report(run_dir: Path) -> dict:
 
     Raises OSError if there is no metrics.jsonl.
     """
-    history, figures, seconds = History(), {}, Counter(dict.fromkeys(KINDS, 0.0))
+    history, figures, seconds = History(), {}, Counter(dict.fromkeys(("start-up", *PHASES), 0.0))
     happened = {kind: [] for kind in ("hang", "trace", "anomaly")}
     newest, logs, every, logged = 0, 0, 1, math.inf
     for _, row in read_rows(run_dir / "metrics.jsonl"):
@@ -75,19 +74,9 @@ def report(run_dir: Path) -> dict:
         figures |= {name: row[name] for name in FIGURES if name in row}
         for kind in happened.keys() & row.keys():
             happened[kind].append(row)
-        seconds["lost"] += row.get("lost_s", 0.0)
-        seconds.update(row.get("seconds", {}))
+        seconds.update(seconds_of(row, logged))
         if not row.get("perf/step_ms"):
             continue
-        if "perf/startup_s" in row:
-            seconds["start-up"] += row["perf/startup_s"]
-        else:
-            ms = {name: row[f"perf/{name}_ms"] for name in KINDS if f"perf/{name}_ms" in row}
-            ms = ms or {"other": row["perf/step_ms"]}  # --monitoring off
-            own = {name[6:-3]: x for name, x in row.items() if name.startswith("phase/")}
-            ms["other"] = max(0.0, ms.get("other", 0.0) - sum(own.values()))
-            for name, x in (ms | own).items():
-                seconds[name] += max(0, row["step"] - logged) * x / 1e3
         logged = row["step"]
         if logs % every:
             history.rows.pop()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from steady.watch import wandb_sink
-from steady.watch.history import TAIL_BYTES, History, read_rows
+from steady.watch.history import TAIL_BYTES, History, read_rows, seconds_of
 
 SAY_SECONDS = 2.0  # a message waits at most this long for stderr
 
@@ -94,10 +94,8 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     file = open(path, "a", buffering=1)  # each row is written as a whole
     lost, newest = 0.0, start_step
     for row in (row for _, row in rows if row["step"] > start_step):
-        if row.get("perf/step_ms"):
-            steps_s = max(0, row["step"] - newest) * row["perf/step_ms"] / 1e3
-            lost += row.get("perf/startup_s", steps_s)  # a first step, with the start-up
-            newest = row["step"]
+        lost += sum(seconds_of(row, newest).values())
+        newest = row["step"] if row.get("perf/step_ms") else newest
         if "hang" in row:  # the reason for a restart
             file.write(json.dumps({"step": start_step, "hang": row["hang"]}) + "\n")
     if lost:

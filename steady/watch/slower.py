@@ -248,8 +248,7 @@ def change_point(values: np.ndarray) -> tuple[int, bool]:
         left.append(np.maximum(y @ y - explained, 1e-30))
     jump, line = left
     creeps = bool(n * np.log(jump.min() / line.min()) > 4.0)  # only if a line is clearly better
-    sums = line if creeps else jump
-    return int(sums.argmin()) + 1, creeps
+    return int((line if creeps else jump).argmin()) + 1, creeps
 
 
 # --- why -------------------------------------------------------------------------------------
