@@ -71,8 +71,8 @@ class Monitor:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.about, self.columns, self.autopsy, self.trace = about or {}, columns, autopsy, trace
         self.sink_options = dict(tensorboard=tensorboard, flush_secs=flush_secs, tracker=tracker)
-        self.sinks, self.spikes, self.healthy = None, Spikes(), True
-        self.first_step, self.gathered = first_step, {}  # name → (total, weight) since the last log
+        self.first_step, self.sinks, self.spikes, self.healthy = first_step, None, Spikes(), True
+        self.gathered = {}  # name → (total, weight) since the last log
         self.losses, self.grad_norms, self.steps = [], [], 0  # of every step since the last log
         self.tokens, self.all_tokens = 0, 0  # this rank's since the last log; all of the run's
         self.datasets, self.dataset_totals = list(datasets), None  # [2, datasets]: losses, targets

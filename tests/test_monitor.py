@@ -112,8 +112,7 @@ def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
     assert row["perf/mfu"] == pytest.approx(row["perf/tflops"] * 1e12 / 1e9)
     assert row["perf/data_fraction"] == pytest.approx(65 / 120)
     assert row["perf/compute_fraction"] == pytest.approx(55 / 120)
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line == (
+    assert capsys.readouterr().out.splitlines()[-1] == (
         "step       8/1000000 | loss 1.0000 | lr 1.00e-01 | grad 1 | 120.0 ms | 8.33k tok/s | "
         f"mfu 833.3% | data 54.2% | rss {row['memory/host_rss_gb']:.2f} GB | "
         "left 33h19m")  # 120 ms times a million, less eight
@@ -158,6 +157,7 @@ def test_time_adds_up_over_restarts_and_lost_steps_count_as_lost(tmp_path, monke
     # a process that has made no checkpoint: its start is lost, too
     assert process(4, 2) == {
         "start-up": 3.18, "forward": 0.15, "logging": 0.03, "lost": 0.18 + 1.06 + 0.06}
+    process(6, 0)  # stopped before its first step
     # a run continued from an older checkpoint: what earlier processes lost stays lost
     assert process(1, 1) == {"start-up": 2.12, "lost": 1.3 + 2 * 1.06 + 3 * 0.06}
 
