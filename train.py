@@ -287,7 +287,7 @@ def show_sample(run: "Run", title: str = ""):
         previous = run.monitor.phase("evaluation")
         text = sample(run)
         run.monitor.phase(previous)
-        if run.ranks.rank == 0:
+        if run.ranks.rank == 0 and not run.ranks.stop.asked():  # else the text was cut short
             print(f"{title}{text}", flush=True)
             run.monitor.write(run.progress.step, {"sample": text})
 

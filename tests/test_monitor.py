@@ -127,8 +127,7 @@ def test_phases_are_the_time_that_passed_in_them(tmp_path, capsys, clock):
 
 def test_waiting_for_the_device_and_other_ranks_is_part_of_the_step(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(monitor, "gather", lambda parts, *_: clock.advance(0.2) or [parts])
-    m = make(tmp_path)
-    step(m, 1)
+    step(make(tmp_path), 1)
     row = rows(tmp_path)[1]
     assert row["perf/step_ms"] == pytest.approx(200) and row["perf/logging_ms"] == 0
 

@@ -128,6 +128,7 @@ def test_a_signal_in_a_sample_cuts_it_short(run, tmp_path, ranks, flags):
 
     run(*FLAGS, "--sample_interval", 5, *flags, ranks=ranks, hook=hook, expect=143)
     assert steps(tmp_path / "r") in ([4, 5], [4, 5, 6])
+    assert not any("sample" in row for row in rows(tmp_path / "r"))
     finish_and_compare(run, flags, ranks)
 
 
