@@ -497,7 +497,7 @@ def main(argv: list[str]) -> int:
 def train_with_recovery(run: Run):
     """Train, rolling back or rescuing when steps fail; report, and show a sample."""
     cfg, progress, ranks, stop = run.cfg, run.progress, run.ranks, run.ranks.stop
-    if run.dir.resumed_from and ranks.rank == 0:
+    if 0 < progress.step < cfg.max_steps and ranks.rank == 0:
         print(opening.rate_jump(run, learning_rate), end="", flush=True)
     report, flops = "", flops_per_token(run.model, cfg, run.train_data.typical_length())
     while True:

@@ -82,8 +82,7 @@ def test_every_form_of_record_gives_the_same_tokens(form):
     expected = ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
                 "<|im_start|>assistant\n[Hi.<|im_end|>]"]
     assert shown(tokenizer, SAME[form]) == expected
-    reference = documents(tokenizer, SAME["messages"])
-    assert documents(tokenizer, SAME[form], as_json=True) == reference
+    assert documents(tokenizer, SAME[form], as_json=True) == documents(tokenizer, SAME["messages"])
 
 
 def test_settings_beside_a_chat_go_to_the_template():

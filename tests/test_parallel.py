@@ -287,8 +287,7 @@ def test_a_mean_of_an_evaluation_is_of_all_ranks(run, names, code, said):
     def hook(rank):
         def add(self, name, values, batch):
             for own in names[rank]:
-                value = {"x": 3.0, "y": 5.0}[own]
-                plain(self, f"val/{own}", torch.full_like(values, value), batch)
+                plain(self, f"val/{own}", torch.full_like(values, {"x": 3.0, "y": 5.0}[own]), batch)
             plain(self, name, values, batch)
 
         plain, train.Means.add = train.Means.add, add

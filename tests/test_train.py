@@ -124,11 +124,13 @@ def test_optimizer_flags_and_precision_can_change_on_resume_and_no_shape(run, tm
                "--allow_change", "n_layer", bare=True, expect=2)
     assert "differs from it: n_layer 2 -> 3. Its weights fit no other model; use the" in told
     told = run("--auto_resume", "--out_dir", "r", "--max_steps", 14, "--precision", "fp32",
-               bare=True)
+               "--eval_interval", 0, bare=True)
     before = column(tmp_path / "r", "train/learning_rate")[12]
     rate = train.learning_rate(12, config.parse([], saved=str(tmp_path / "r/config.yaml")))
     said = f"resume  learning rate {before:.2e} -> {rate:.2e}: its schedule changed\n"
     assert told.count(said) == 1
+    assert "schedule" not in run("--auto_resume", "--out_dir", "r", "--max_steps", 13,
+                                 "--eval_interval", 7, bare=True)  # only evaluates
     run("--auto_resume", "--out_dir", "r", "--max_steps", 16, "--precision", "fp16",
         "--weight_decay", 0.7, "--beta2", 0.99, bare=True)
     state = load(tmp_path / "r/checkpoints/step_00000016.pt")["optimizers"][0]
