@@ -34,7 +34,7 @@ from steady.watch import proc
 from steady.watch.clock import Clock
 from steady.watch.findings import describe_anomaly, log_line
 from steady.watch.gather import gather, on_host, scalar, slowest_rank
-from steady.watch.history import COMPUTE, PHASES, STEP_PHASES, quantile
+from steady.watch.history import COMPUTE, OUTSIDE_PHASES, PHASES, STEP_PHASES, quantile
 from steady.watch.machine import Machine
 from steady.watch.report import news, report, report_text, waits_for_lines
 from steady.watch.sampler import Sampler, Tracer
@@ -97,8 +97,7 @@ class Monitor:
             self.sinks = Sinks(self.out_dir, first_step - 1, **self.sink_options)
             self.history = self.sinks.history
             self.all_tokens = self.columns().get("train/tokens", self.history.last("train/tokens"))
-            about = {"last_step": self.last_step()} | self.about
-            self.write(self.newest_step, {"about": about})
+            self.write(self.newest_step, {"about": {"last_step": self.last_step()} | self.about})
 
     # --- the interface of a loop ---
 
@@ -243,7 +242,8 @@ class Monitor:
             row["perf/startup_s"] = max(step_ms / 1e3, proc.process_age_seconds() - accounted_s)
         self.logged_step = step
         if self.level == "off":
-            return row
+            outside = {name: ms[name] * steps / 1e3 for name in OUTSIDE_PHASES}
+            return row if "perf/startup_s" in row else row | {"seconds": outside}
         row |= {f"{'perf' if name in PHASES else 'phase'}/{name}_ms": value
                 for name, value in ms.items() if name != "waiting" or dist.is_initialized()}
         if window:

@@ -214,15 +214,15 @@ def test_summary_says_where_the_time_went(tmp_path, clock):
 def test_off_is_loss_and_throughput_alone(tmp_path, clock):
     m = make(tmp_path, level="off")
     for n in range(1, 9):
-        spend(m, clock, forward=20)
+        spend(m, clock, forward=20, evaluation=30)
         step(m, n)
     text = m.close()
     assert set(rows(tmp_path)[1]) == {
         "step", "train/loss", "train/learning_rate", "train/tokens", "perf/step_ms",
         "perf/tokens_per_second", "perf/tflops", "perf/startup_s"}
     for share in (r"^ +other +(\d+\.\d)%", r"^goodput (\d+\.\d)%"):
-        assert re.search(share, text, re.MULTILINE)[1] == "87.5"  # 7 of 8 steps
-    assert report(tmp_path)["wall_s"] == pytest.approx(0.16)
+        assert re.search(share, text, re.MULTILINE)[1] == "35.0"  # 7 of 8 steps
+    assert report(tmp_path)["wall_s"] == pytest.approx(0.4)
 
 
 def test_metrics_are_means_over_the_interval(tmp_path, clock):
