@@ -283,7 +283,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     old, new = (mean_row([points[i] for i in part]) for part in (before, after))
     facts = dict(creeps=rise.creeps, points=len(after), looks=new["looks"])
     since = points[rise.since]["first"]
-    until = None if rise.until is None else points[rise.until]["step"]
+    until = None if rise.until is None else points[rise.until - 2]["first"]
     if rise.series in OUTSIDE_PHASES:
         grows = rise.series == "checkpoint" and rise.creeps
         ms = rise.after - rise.before
