@@ -52,7 +52,8 @@ function drawHead() {
       const alarm = run.events.some(e => e.kind != "anomaly" && text.includes(e.text));
       add(block, "p", text, {className: `${k ? "" : "verdict"} ${alarm ? "bad" : ""}`});
     });
-    const facts = [`step ${run.step} of ${run.config.max_steps ?? "?"}`];
+    const last = run.config.max_steps;  // "null" with --max_minutes
+    const facts = [`step ${run.step} of ${/^\d/.test(last) ? last : "?"}`];
     for (const [key, text] of [["train/loss", x => `loss ${x}`], ["val/loss", x => `validation ${x}`],
       ["step_ms_median", x => `${x} ms/step`], ["perf/tokens_per_second", x => `${x} tokens/s`],
       ["perf/mfu", x => `MFU ${x}`]])
