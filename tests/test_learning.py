@@ -50,9 +50,8 @@ def test_a_run_that_diverges(losses, since, every):
     lambda rng: np.where(rng.random(2000) < 0.3, 1.4, -0.6),  # of two datasets
     lambda rng: rng.choice([2.0, -2.0], 2000) + rng.normal(0, 0.1, 2000),
 ], ids=["normal", "skewed", "mixture", "halves"])
-@pytest.mark.parametrize("losses", [
-    FALLS, np.full(2000, 1.5), 1.5 * 0.5 ** (np.arange(2000) // 500),
-], ids=["falls", "flat", "memorises"])
+@pytest.mark.parametrize("losses", ids=["falls", "flat", "memorises"], argvalues=[
+    FALLS, np.full(2000, 1.5), 1.5 * 0.5 ** (np.arange(2000) // 500)])
 def test_noise_is_no_divergence(losses, noise, every):
     for seed in range(3):
         steps = np.maximum(1e-3, losses + noise(np.random.default_rng(seed)) * losses / 2.5)
@@ -120,8 +119,9 @@ def test_the_verdict_begins_with_the_training(run, tmp_path, tool, monkeypatch):
 
 
 def test_numbers_of_the_log_line_are_short():
-    for value in (0.0, 5.5, 1e30, -1e300, math.inf, math.nan):
-        row = {"train/loss": value, "train/grad_norm": value, "perf/step_ms": 1.0}
+    for x in (0.0, 5.5, 1e30, -1e300, math.inf, math.nan):
+        row = {"train/loss": x, "train/grad_norm": x, "perf/step_ms": 1.0}
         assert len(log_line(1, None, row)) < 60
     assert log_line(1, None, {"train/loss": 1.5e30}) == "step 1/? | loss 1.5000e+30"
-    assert log_line(1, None, {"train/loss": 5.5}) == "step 1/? | loss 5.5000"
+    row = {"train/loss": 5.5, "perf/tokens_per_second": 999_700}
+    assert log_line(1, None, row) == "step 1/? | loss 5.5000 | 1M tok/s"

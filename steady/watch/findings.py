@@ -150,7 +150,7 @@ def describe_anomaly(row: dict) -> str:
 
 def si(x: float) -> str:  # 1234567 → 1.23M
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if x >= size:
+        if x >= 0.9995 * size:  # or it would be 1e+03 of the unit below
             return f"{x / size:.3g}{unit}"
     return f"{x:.3g}"
 
