@@ -119,7 +119,7 @@ def verdict(out: dict) -> list[str]:
 
 def report_text(out: dict) -> str:
     seconds, figures, wall = out["seconds"], out["figures"], out["wall_s"] or 1.0
-    lines = [f"time    {duration(out['wall_s'])} since the run began"]
+    lines = [f"time    {duration(out['wall_s'])} in all processes of the run"]
     for name, s in seconds.items():
         if s >= 0.001 * wall:
             bar = "█" * round(40 * s / wall)
