@@ -201,8 +201,7 @@ def test_a_report_waits_until_a_line_is_known():
     made_rows = made(phase="forward", share=0.5, wobbles=0.01, more=looks)
     ((step, event),) = live(made_rows)
     assert codes(event)[0] == "line"
-    early = [row for row in made_rows if row["step"] < step]
-    assert detect(early)  # known before, without the line
+    assert detect([row for row in made_rows if row["step"] < step])  # known before, without it
 
 
 def test_a_cause_found_later_is_reported_again_once():
@@ -322,12 +321,8 @@ def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
 
     Without those 50 ms/step it would take -20 ms, and be slower at the end.
     """
-    rows = []
-    for n in range(50, 3001, 50):
-        row = row_of(n, forward=30.0)
-        if 750 < n <= 1500:
-            row |= {"perf/step_ms": 80.0, "perf/data_ms": 50.0, "perf/tflops": 1 / 80}
-        rows.append(row)
+    rows = [row_of(n, forward=30.0, data=50.0 * (750 < n <= 1500)) | {"perf/step_ms_median": 30.0}
+            for n in range(50, 3001, 50)]
     (event,) = detect(rows)
     assert (event.since, value(event, "phases")) == (751, [("data", 50.0)]) and event.until == 1501
     assert value(event, "percent") == pytest.approx(167, abs=1)
@@ -335,10 +330,8 @@ def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
 
 def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     """A checkpoint every 150 steps takes 300 ms, and 1.2 s from step 6001 on."""
-    rows = []
-    for n in range(50, 12001, 50):
-        seconds = (n % 150 == 0) * (0.3 if n <= 6000 else 1.2)
-        rows.append(row_of(n, forward=10.0) | {"perf/checkpoint_ms": 1e3 * seconds / 50})
+    rows = [row_of(n, forward=10.0, checkpoint=(n % 150 == 0) * (300 if n <= 6000 else 1200) / 50)
+            for n in range(50, 12001, 50)]
     (event,) = detect(rows)
     assert event.phase == "checkpoint" and 6001 <= event.since <= 6151
     assert (event.of, event.ms) == (pytest.approx(2), pytest.approx(6))
@@ -377,12 +370,15 @@ def test_lines_that_keep_their_shares_are_not_blamed():
 
 
 def test_less_work_in_the_same_time_is_no_slow_down():
-    """Such as fewer tokens that count, in batches of the same shape."""
+    """Such as fewer tokens that count, in batches of the same shape; or layers frozen from now on:
+    the forward pass takes as long as before, and the rest half of it."""
     for seed in range(4):
-        rows = made(seed, wobbles=0.0)
-        for row in rows[PLANTED:]:
+        rows, frozen = made(seed, wobbles=0.0), made(seed, wobbles=0.05)
+        for row, other in zip(rows[PLANTED:], frozen[PLANTED:], strict=True):
             row["perf/tflops"] *= 0.6
-        assert detect(rows) == []
+            ms = {name: other[f"perf/{name}_ms"] / (1 + (name != "forward")) for name in SHARES}
+            other |= row_of(other["step"], **ms)
+        assert detect(rows) == detect(frozen) == []
 
 
 def test_of_a_function_the_line_that_has_grown_is_named():

@@ -324,8 +324,8 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
                   phases=[(name, round(float(ms), 3)) for name, ms in ranked
                           if ms > 0.05 * ranked[0][1]])
     then, now = (row["work"] * row["perf/step_ms"] for row in (old, new))
-    if new["work"] < SAME_WORK[0] * old["work"] and now < then * (1 + LEAST):
-        total = 0.0  # less work in the same time: no step became slower
+    if now < then * (1 + LEAST if new["work"] < SAME_WORK[0] * old["work"] else SAME_WORK[0]):
+        total = 0.0  # less work in the same time, or other phases faster: no step became slower
     side = "machine" if machine > 0.5 * total else "program" if program > 0.5 * total else "unclear"
     return Finding("slower", since, facts, until=until, ms=total, of=of, side=side,
                    parts=tuple(p for p in left.parts if p.ms > WORTH_NAMING * total))
