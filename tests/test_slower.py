@@ -565,6 +565,8 @@ def test_rare_heavy_steps_as_of_a_profiler():
 def test_what_began_later_is_not_slow_from_the_start(tmp_path):
     late = rows_of({"data": 14.0}, {"data": {"my_data.py:6 augment": 10}}, logs=60)
     assert parts_of([*rows_of({}, logs=8), *late[8:16]]) == {}
+    busy = rows_of({"forward": 30.0}, **{"perf/gc_ms": 12.0, "perf/thread_ms": 12.0})
+    assert parts_of([*rows_of({}, logs=8), *busy[8:15]]) == {}
     rows, told = [*rows_of({}), *late[20:]], {"code": "slow", "since": 20, "text": "slow: told"}
     for step, repeated in ((300, True), (800, False)):  # what was reported, and at which step
         lines = [*rows, {"step": step, "finding": told}]

@@ -23,8 +23,7 @@ def by_function(places) -> Iterable[list[str]]:
     for place in places:
         where, name, library = parts_of(place)
         function = where.rpartition(":")[0], name
-        waits = function == ("data.py", "loader") or library in LOADER_WAITS
-        if place != OTHERS and not waits:
+        if place != OTHERS and function != ("data.py", "loader") and library not in LOADER_WAITS:
             functions.setdefault(function, []).append(place)
     return functions.values()
 

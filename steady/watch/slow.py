@@ -12,7 +12,7 @@ import numpy as np
 from steady.watch.findings import Finding
 from steady.watch.history import COMPUTE, OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.lines import by_function, parts_of
-from steady.watch.slower import WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
+from steady.watch.slower import MEASURED, WAITS, Left, goes_on, mean_row, ms_of, slowest_rank
 
 LEAST_STEPS, LEAST_LOGS, MOST_LOGS = 90, 4, 128
 LEAST_LOOKS = 40  # looks of the sampler, to name lines
@@ -47,14 +47,16 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
             and "perf/startup_s" not in row and "perf/disturbed" not in row][:MOST_LOGS]
     if len(rows) < LEAST_LOGS or rows[-1]["step"] - history.rows[0]["step"] < LEAST_STEPS:
         return []
-    a, b, c = (row["step"] for row in rows[-3:])
-    if 2 * (c - b) < b - a:  # the last row, of a few steps, would count as much as the others
+    steps = np.diff([row["step"] for row in rows[-3:]])
+    if 2 * steps[1] < steps[0]:  # the last row, of a few steps, would count as much as the others
         rows.pop()
     mean, early = mean_row(rows), mean_row(rows[: (len(rows) + 1) // 2])
     ms = {name: ms_of(mean, name) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
     step = sum(ms.values())
     # a cause that began in the later half of these rows is not slow from the start
-    left = Left(ms | {name: min(ms[name], ms_of(early, name)) for name in STEP_PHASES})
+    mean |= {name: min(x, early.get(name, 0.0)) for name, x in mean.items()
+             if name.endswith(MEASURED)}
+    left = Left(ms | {name: ms_of(mean, name) for name in STEP_PHASES})
     if step <= 0 or mean["looks"] < LEAST_LOOKS:
         return []
     # first: the sampler does not see a collection
