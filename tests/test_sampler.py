@@ -74,10 +74,12 @@ def test_which_files_and_libraries_are_named(sampler, file, shown, library):
     space = {"sys": sys}
     exec(compile("def f(): return sys._getframe()", file, "exec"), space)
     frame = space["f"]()
-    for _ in range(LEAST):
-        sampler.look(frame)
-    (line,) = sampler.read(1)["profile"]["forward"]
-    assert line.startswith(shown) and parts_of(line)[2] == library
+    for phase, named in (("forward", library), ("logging", "")):
+        sampler.clock.current = phase
+        for _ in range(LEAST):
+            sampler.look(frame)
+        (line,) = sampler.read(1)["profile"][phase]
+        assert line.startswith(shown) and parts_of(line)[2] == named
 
 
 @pytest.fixture

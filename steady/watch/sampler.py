@@ -36,8 +36,7 @@ LOOK = threading.Lock()  # or one sampler would restore another's interval, and 
 os.register_at_fork(before=LOOK.acquire, after_in_parent=LOOK.release, after_in_child=LOOK.release)
 LEAST = 20  # looks in a row of metrics.jsonl
 MOST_LINES = 12  # of a phase in one row; the rest become OTHERS
-HERE = str(Path(__file__).parent)
-ROOT = Path(__file__).parents[2]
+HERE, ROOT = str(Path(__file__).parent), Path(__file__).parents[2]
 TORCH, NUMPY = (str(Path(module.__file__).parent) for module in (torch, np))
 # code without a file of its own, and the compiler's, as in torch._inductor.runtime.cache_dir_utils
 COMPILED = "<", os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor")
@@ -110,7 +109,8 @@ class Sampler:
         inner = innermost(frame)
         caller = innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
-        library = "" if inner is frame else library_name(frame.f_code.co_filename)
+        at_log = phase == "logging"  # the monitor calls json then, not the loop
+        library = "" if inner is frame or at_log else library_name(frame.f_code.co_filename)
         self.counts[phase, place, library] += 1
 
     def read(self, step: int) -> dict[str, dict]:
