@@ -189,8 +189,7 @@ def test_chat_without_a_chat_template_is_refused(tmp_path, tool):
 
 def test_what_is_no_terminal_is_one_prompt(tmp_path, tool, monkeypatch):
     flags = [folder_of(tmp_path / "m", "qwen2"), "--temperature", 0, "--max_new_tokens", 9]
-    odd = io.TextIOWrapper(io.BytesIO(b"The\xff\ncat\n"), "utf-8")
-    monkeypatch.setattr(sys, "stdin", odd)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The\xff\ncat\n"), "utf-8"))
     answer = tool(generation.main, "chat", *flags).out
     flags += ["--chat", "--prompt", "The\ufffd\ncat"]
     assert tool(generation.main, "generate", *flags).out == answer and "猫" not in answer

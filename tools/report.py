@@ -58,6 +58,11 @@ def print_reports(argv: list[str]):
             raise ConfigError(f"{path}: no such run, there is no metrics.jsonl in it")
     with reading_paths():
         reports = [report(path) for path in args.run_dir]
+    if args.html:  # first: `| head` may close the output
+        try:
+            print(write_page(reports, args.html), file=sys.stderr, flush=True)
+        except OSError as e:
+            raise ConfigError(f"--html {args.html}: {e.strerror}") from e
     if args.json:
         text = json.dumps(reports, default=Finding.row)
         finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
@@ -67,11 +72,6 @@ def print_reports(argv: list[str]):
             print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")
         if len(reports) > 1:
             print(side_by_side(reports))
-    if args.html:
-        try:
-            print(write_page(reports, args.html), file=sys.stderr, flush=True)
-        except OSError as e:
-            raise ConfigError(f"--html {args.html}: {e.strerror}") from e
 
 
 def side_by_side(reports: list[dict]) -> str:

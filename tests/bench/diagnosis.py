@@ -214,8 +214,7 @@ def score(o: dict, events) -> dict:
     fits = {"line", "unexplained", *known.get(o["kind"], ()), *["data"] * in_data}
     if o["group"] == "machine" or o["wobbles"]:
         fits |= {"probe", "contention", "stolen"}
-    main_causes = {e.cause for e in events if e.cause}
-    out["no wrong cause"] = main_causes <= fits
+    out["no wrong cause"] = {e.cause for e in events if e.cause} <= fits
     return out
 
 
