@@ -73,7 +73,7 @@ class Monitor:
         self.sink_options = dict(tensorboard=tensorboard, flush_secs=flush_secs, tracker=tracker)
         self.first_step, self.sinks, self.spikes, self.healthy = first_step, None, Spikes(), True
         self.gathered = {}  # name → (total, weight) since the last log
-        self.losses, self.grad_norms, self.steps = [], [], 0  # of every step since the last log
+        self.losses, self.grad_norms, self.steps = {}, [], 0  # since the last log; losses by step
         self.tokens, self.all_tokens = 0, 0  # this rank's since the last log; all of the run's
         self.datasets, self.dataset_totals = list(datasets), None  # [2, datasets]: losses, targets
         if len(self.datasets) > 1 and level != "off":
@@ -144,7 +144,7 @@ class Monitor:
         if not self.log_interval:
             return
         if loss is not None:
-            self.losses.append(scalar(loss))
+            self.losses[self.steps] = scalar(loss)
         if grad_norm is not None and self.level != "off":
             self.grad_norms.append(scalar(grad_norm))
         if self.due(step):
@@ -195,14 +195,14 @@ class Monitor:
         gathered, self.gathered = self.gathered, {}  # other threads may log meanwhile
         totals, weights = ([pair[i] for pair in gathered.values()] for i in (0, 1))
         totals, weights, *parts = on_host(
-            [totals, weights, self.losses, self.grad_norms, [self.tokens]], self.device)
+            [totals, weights, self.losses.values(), self.grad_norms, [self.tokens]], self.device)
         pairs = zip(totals, weights, strict=True)
         parts += [self.clock.own_ms(self.steps), dict(zip(gathered, pairs, strict=True))]
         previous = self.phase("waiting" if dist.is_initialized() else self.clock.current)
         of_ranks = gather(parts, self.group)
         self.phase(previous)
         losses, norms, tokens, own, metrics = zip(*of_ranks, strict=True)
-        self.losses, self.grad_norms, self.tokens = [], [], 0
+        steps = [step - self.steps + n for n in self.losses]  # those with a loss
         self.step_tokens = sum(of_rank[0] for of_rank in tokens) / self.steps
         row, anomalies = {}, []
         for name in sorted(set().union(*metrics), key=str):
@@ -213,13 +213,13 @@ class Monitor:
         if norms[0]:
             row["train/grad_norm"] = sum(norms[0]) / len(norms[0])
         if self.level != "off" and losses[0] and len({*map(len, losses)}) == 1:
-            found = self.safely(self.spikes.add, step, [*zip(*losses, strict=True)], norms[0])
+            found = self.safely(self.spikes.add, steps, [*zip(*losses, strict=True)], norms[0])
             anomalies, row["health/nonfinite_steps"] = found or ([], 0)
         return row | slowest_rank(own), anomalies
 
     def rates(self, step: int, lr: float | None) -> dict[str, float]:
         """Times and rates since the last log; starts the next interval."""
-        steps, self.steps = self.steps, 0
+        steps, self.steps, self.losses, self.grad_norms, self.tokens = self.steps, 0, {}, [], 0
         if self.sinks and self.logged_step == self.first_step <= step - 2 * steps:
             say(f"warning: step {step} is update {steps + 1}: count by ones, else times are wrong")
         ms, window = self.clock.take(steps)

@@ -328,10 +328,10 @@ def test_a_spike_is_far_above_the_noise(noise, spike, found):
     detector = Spikes()
     losses = 1.0 + noise * np.sin(np.arange(80.0))
     losses[70] = spike
-    for step in range(8, 81, 8):
-        spikes, _ = detector.add(step, losses[step - 8 : step, None].tolist(), [1.0] * 8)
-        steps = [(row["anomaly"], row["step"]) for row in spikes]
-        assert steps == [("loss spike", 71)] * (found and step == 72)
+    for n in range(8, 81, 8):  # every second step has a loss
+        at, values = range(2 * n - 14, 2 * n + 1, 2), losses[n - 8 : n, None].tolist()
+        steps = [(row["anomaly"], row["step"]) for row in detector.add(at, values, [1.0] * 8)[0]]
+        assert steps == [("loss spike", 142)] * (found and n == 72)
 
 
 def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):

@@ -77,8 +77,8 @@ class Spikes:
         self.recent = {name: [] for name in SPIKE_FACTOR}
         self.was_bad = False
 
-    def add(self, step: int, losses: list[list[float]], norms: list[float]) -> tuple[list, int]:
-        """(anomalies of the newest steps up to `step`, as rows; number of non-finite steps).
+    def add(self, steps: list, losses: list[list], norms: list[float]) -> tuple[list, int]:
+        """(anomalies of these steps, as rows; number of non-finite steps).
 
         losses: [steps, ranks]; norms: [steps], or of another length if not all are known. "again":
         the last interval had non-finite steps as well.
@@ -95,7 +95,7 @@ class Spikes:
             if good and each[i] > limit:
                 found.append((f"{name} spike", i, each[i], median))
             self.recent[name] = [*self.recent[name], *(each[i] for i in good)][-WINDOW:]
-        rows = [dict(step=step - len(sizes) + 1 + i, anomaly=kind, value=value, median=median,
+        rows = [dict(step=steps[i], anomaly=kind, value=value, median=median,
                      rank=sizes[i].index(max(sizes[i])),
                      again=self.was_bad and kind == "not finite")
                 for kind, i, value, median in found]
