@@ -36,17 +36,14 @@ def test_there_are_five_modules_at_the_top():
 
 
 def test_steady_imports_nothing_from_above():
+    """Neither tools and the five, nor a folder of its own that stands above."""
+    floors = ["watch", "tokens", "ranks", "models", "checkpoints", "guard"]
     for name, imported in IMPORTS.items():
         if name.startswith("steady."):
             assert all(other.startswith("steady") for other in imported), (name, imported)
-
-
-def test_no_folder_of_steady_imports_one_above_it():
-    floors = ["watch", "tokens", "ranks", "models", "checkpoints", "guard"]
-    for name, imported in IMPORTS.items():
-        folders = [f"{each}.".split(".")[1] for each in (name, *imported)]
-        if folders[0] in floors:
-            assert set(folders).isdisjoint(floors[floors.index(folders[0]) + 1 :]), name
+            folder, *others = (each.split(".")[1] for each in (name, *imported))
+            above = floors[floors.index(folder) + 1 :] if folder in floors else []
+            assert set(others).isdisjoint(above), (name, imported)
 
 
 def test_the_watch_works_alone():
@@ -125,7 +122,7 @@ def test_no_room_grows():
 
 def test_tests_do_not_grow():
     lines = sum(len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("tests/**/*.py"))
-    assert lines <= 17_918  # with benchmarks; only ever lowered
+    assert lines <= 17_917  # with benchmarks; only ever lowered
 
 
 # in lines, at most: only ever lowered

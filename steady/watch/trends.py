@@ -19,8 +19,7 @@ def diverged(history: History) -> list[Finding]:
     losses = np.array([row["train/loss"] for row in rows])
     finite = np.isfinite(losses)
     found = learning(steps[finite], losses[finite], history.about.get("vocab_size"))
-    vals = [(row["val/loss"], row["step"]) for row in history.evaluations]
-    if vals:
+    if vals := [(row["val/loss"], row["step"]) for row in history.evaluations]:
         (loss, step), (best, since) = vals[-1], min(
             (val for val in vals if math.isfinite(val[0])), default=(math.inf, vals[0][1]))
         if not loss <= best + max(0.2 * best, 0.1):  # or NaN
