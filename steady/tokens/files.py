@@ -224,7 +224,7 @@ def read_sidecars(files: list[TokenFile], vocab_size: int | None):
     named = {file.meta.get("tokenizer") or None: file.path for file in files}
     if len(set(map(tokenizer_hash, named))) > 1:
         listed = ", ".join(f"{path} {name or 'unknown'}" for name, path in named.items())
-        raise ConfigError(f"sources with different tokenizers: {listed}")
+        raise ConfigError(f"sources with different tokenizers: {listed}; expected only one")
     name = next(iter(named))
     beside = (file.path.parent / "tokenizer" for file in files if name not in (None, "bytes"))
     folder = next((str(path) for path in beside if path.is_dir()), None)
