@@ -145,12 +145,12 @@ def test_the_best_of_a_finished_run(run, tmp_path, other_validation):
     assert "anew" not in told
     run("--auto_resume", "--out_dir", "r", "--val_data", "other", bare=True)
     assert best(tmp_path / "r") == before
-    folder = tmp_path / "r/checkpoints"
-    (folder / "best.pt").unlink()
-    path = folder / "step_00000012.pt"
+    path = tmp_path / "r/checkpoints/step_00000012.pt"
+    path.with_name("best.pt").unlink()
     old = torch.load(path, weights_only=True)
     writer.write_checkpoint(path, old | dict(best_loss=0.5, best_step=8))
-    run("--auto-resume", "--out_dir", "r", "--max_steps", 16, "--eval_interval", 4, bare=True)
+    told = run("--auto-resume", "--out_dir", "r", "--max_steps", 16, bare=True)
+    assert "no best.pt of step 8; the best and --patience begin anew" in told
     loss, step = best(tmp_path / "r")
     assert step == 16 and loss == column(tmp_path / "r", "val/loss")[16] > 0.5
 

@@ -177,16 +177,16 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
     found = read_best(best)
     if found == expected:
         return expected
-    if progress.best_step and read_best(wanted) == expected:
+    if read_best(wanted) == expected:
         wanted.link_as_best()
         return expected
-    if found and 0 < progress.best_step and found[1] <= progress.step:
-        print(f"warning: the weights of the best validation loss, at step {progress.best_step}, "
-              f"were lost; {best} has those of step {found[1]}", flush=True)
-        return found
-    if best:
+    usable = found and 0 < progress.best_step and found[1] <= progress.step
+    if progress.best_step:  # a backup, for example, has no best.pt
+        now = f"{best} is of step {found[1]}" if usable else "the best and --patience begin anew"
+        print(f"warning: {folder}: no best.pt of step {progress.best_step}; {now}", flush=True)
+    if best and not usable:
         best.set_aside()
-    return math.inf, 0
+    return found if usable else (math.inf, 0)
 
 
 def read_best(best: Checkpoint | None) -> tuple | None:
