@@ -571,7 +571,7 @@ def test_what_began_later_is_not_slow_from_the_start(tmp_path):
     for step, repeated in ((300, True), (800, False)):  # what was reported, and at which step
         lines = [*rows, {"step": step, "finding": told}]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-        assert (told["text"] in report(tmp_path)["verdict"]) == repeated
+        assert ("reported at step 300: slow: told" in report(tmp_path)["verdict"]) == repeated
 
 
 def test_a_last_log_of_a_few_steps_does_not_count_as_much_as_the_others():
@@ -584,7 +584,7 @@ def test_a_verdict_does_not_contradict_what_was_reported(tmp_path):
     told = {"code": "slower", "since": 40, "text": "step slower since about step 40"}
     rows = [*rows_of({}), {"step": 400, "finding": told}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert report(tmp_path)["verdict"] == [told["text"]]
+    assert report(tmp_path)["verdict"] == [f"reported at step 400: {told['text']}"]
 
 
 def test_time_is_promised_once():

@@ -106,7 +106,7 @@ def verdict(out: dict) -> list[str]:
     lines = [str(each) for each in out["findings"]]
     codes = {each.code for each in out["findings"]}
     began = [each.since for each in out["findings"] if each.code == "slower"]
-    lines += [old["text"] for old in out["reported"]  # live, about steps no longer in the history
+    lines += [f"reported at step {old['reported_at']}: {old['text']}" for old in out["reported"]
               if old["code"] not in codes and isinstance(old.get("text"), str)
               and (old["code"] != "slow" or old["reported_at"] < min(began, default=math.inf))]
     codes |= {old["code"] for old in out["reported"]}
