@@ -24,14 +24,14 @@ LOSSES = ("train/loss", "val/loss", "val/loss_ema")  # null in the file if not f
 
 
 class History:
-    """At most 512 logs, in rows. evaluations: rows with validation losses that can be compared.
+    """At most 512 logs, in rows. evaluations: step → validation loss, those that can be compared.
     nonfinite: the "step" where a log interval with non-finite steps begins, its "count" of them.
     about: facts on the run from its newest process (last_step, vocab_size, …). reported: findings
     in the file. sources: "FILE:LINE" → source text. process_began: the newest process's first step.
     """
 
     def __init__(self, rows=()):
-        self.rows, self.reported, self.evaluations = (deque(maxlen=LOGS) for _ in range(3))
+        self.rows, self.reported, self.evaluations = deque(maxlen=LOGS), deque(maxlen=LOGS), {}
         self.nonfinite, self.logged = deque(maxlen=100 * LOGS), math.inf  # a report thins rows only
         self.about, self.sources, self.process_began, self.evaluated = {}, {}, 0, None
         for row in rows:
@@ -52,16 +52,18 @@ class History:
         if "perf/startup_s" in row:
             self.process_began = row["step"]
         if row.get("perf/step_ms"):
-            for past in self.rows, self.evaluations, self.nonfinite:
+            for past in self.rows, self.nonfinite:
                 while past and past[-1]["step"] >= row["step"]:
                     past.pop()  # repeated after a rollback
+            if row["step"] <= self.logged:  # one of this step may come before its log
+                self.evaluations = {k: v for k, v in self.evaluations.items() if k <= row["step"]}
             self.rows.append(row)
             since, self.logged = min(self.logged + 1, row["step"]), row["step"]
             finite = math.isfinite(row.get("train/loss", 0.0))
             if count := max(row.get("health/nonfinite_steps", 0), not finite):
                 self.nonfinite.append(dict(step=since, count=count, finite=finite))
         if "val/loss" in row:
-            self.evaluations.append(row)
+            self.evaluations[row["step"]] = row["val/loss"]
 
     def last(self, name: str) -> float:
         """The value of a column in the last log; 0 if there is none."""

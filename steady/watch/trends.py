@@ -14,19 +14,17 @@ LEAST, MOST = 5, 50  # logs in a smoothed loss: a tenth of all, within these bou
 
 def diverged(history: History) -> list[Finding]:
     """Findings: divergence, nothing learned, a worse validation loss, non-finite steps."""
-    rows = [row for row in history.rows if "train/loss" in row]
-    steps = np.array([row["step"] for row in rows])
-    losses = np.array([row["train/loss"] for row in rows])
+    steps, losses = history.column("step"), history.column("train/loss")
     finite = np.isfinite(losses)
     found = learning(steps[finite], losses[finite], history.about.get("vocab_size"))
-    if vals := [(row["val/loss"], row["step"]) for row in history.evaluations]:
-        (loss, step), (best, since) = vals[-1], min(
-            (val for val in vals if math.isfinite(val[0])), default=(math.inf, vals[0][1]))
-        if not loss <= best + max(0.2 * best, 0.1):  # or NaN
+    if vals := [(loss, step) for step, loss in history.evaluations.items()]:
+        loss, step = vals[-1]
+        best, since = min(vals, key=lambda val: (math.isnan(val[0]), val))
+        if not loss <= best + max(0.2 * abs(best), 0.1):  # or NaN
             found.append(Finding("validation", since, dict(loss=loss, step=step, best=best)))
     bad = [each for each in history.nonfinite if each["step"] >= history.rows[0]["step"]]
     count = sum(each["count"] for each in bad)
-    total = history.logged - rows[0]["step"] + 1 if rows else 0
+    total = history.logged - history.rows[0]["step"] + 1 if history.rows else 0
     # a few non-finite gradients are normal: fp16's loss scaler finds its scale that way
     if count > (0.01 * total if all(each["finite"] for each in bad) else 0):
         found.append(Finding("not finite", bad[0]["step"], dict(count=int(count), steps=total)))
