@@ -184,8 +184,8 @@ def test_a_row_has_numbers_and_what_else_a_fork_writes(tmp_path):
     assert about["about"]["last_step"] == 8 and row["a/array"] == [1, 1]
     assert written == {"step": 1, "a/nan": None} | {str(i): 1.5 for i in range(5)}
     events = events_of(tmp_path / "tensorboard")
-    assert [event.value for i in range(5) for event in events.Scalars(str(i))] == [1.5] * 5
-    assert not {"value", "rank"} & {*events.Tags()["scalars"]}
+    drawn = [[e.value for e in events.Scalars(name)] for name in (*"01234", "train/loss")]
+    assert drawn == [*[[1.5]] * 5, [2, 3]] and not {"value", "rank"} & {*events.Tags()["scalars"]}
     kept = [row for _, row in read_rows(tmp_path / "metrics.jsonl")]
     assert kept[3:5] == [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 3.0}]
     assert report(tmp_path)["figures"]["train/loss"] == 3.0

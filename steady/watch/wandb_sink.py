@@ -22,7 +22,7 @@ END_SECONDS = 30  # for a tracker to take the last rows
 
 def scalars(row: dict) -> dict:
     """The charts of a row of metrics.jsonl; an anomaly has none."""
-    return {} if "anomaly" in row else {
+    return {} if isinstance(row.get("anomaly"), str) else {
         name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
