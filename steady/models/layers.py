@@ -171,7 +171,7 @@ class KVCache:
 class Head(nn.Linear):
     """hidden [..., C] → fp32 logits [..., V]; with targets [...], cross-entropies in nats [...].
 
-    Both go through the module's call: zero3 gathers the weight in it, and FSDP warns of views.
+    Both go through the module's call: --parallel zero3 gathers the weight in it.
     """
 
     always_called = True  # not only read for its weight, so it can be sharded and compiled alone
@@ -185,7 +185,7 @@ class Head(nn.Linear):
             return LinearCrossEntropy.apply(hidden, self.weight, targets, self.vocab_size)
         logits = super().forward(hidden)
         if targets is None:
-            return logits[..., : self.vocab_size].to(torch.float32, copy=True)
+            return logits[..., : self.vocab_size].to(torch.float32, copy=True)  # no view, for FSDP
         if on_cpu(logits):
             return cross_entropies(logits[..., : self.vocab_size].float(), targets)
         # masked, not cut: compiled for a GPU, rows that end within a tile are slow
