@@ -194,8 +194,8 @@ class Config:
     save_interval: int = option(100, "steps between checkpoints, and one at the end",
                                 group="checkpoints (intervals in steps; 0 is never)", at_least=0)
     keep_checkpoints: int = option(3, "newest checkpoints to keep, besides the best", at_least=1)
-    backup_to: str | None = option(None, "copy the newest checkpoint and the logs to file://, "
-                                   "s3://, …", metavar="URL")
+    backup_to: str | None = option(None, "copy the newest checkpoint, the best and the logs to "
+                                   "file://, s3://, …", metavar="URL")
 
     device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "where to train", group="device and distribution")

@@ -73,7 +73,8 @@ def test_a_download_writes_only_the_files_of_a_run(run, tmp_path, monkeypatch):
     (bucket / "lock").write_text("stolen")
     (bucket / "train.py").write_text("evil")
     monkeypatch.setattr(LocalFileSystem, "find", lambda self, root: [  # as keys may be any text
-        *plain(self, root), f"{root}/../escaped.txt", f"{root}/tokenizer/../../x"])
+        *plain(self, root), f"{root}/../escaped.txt", f"{root}/tokenizer/../../x",
+        f"{root}/checkpoints/best/../../../x"])
     backup.download(bucket.as_uri(), tmp_path / "back")
     found = contents(tmp_path / "back")
     assert "config.yaml" in found and "checkpoints/step_00000012.pt" in found

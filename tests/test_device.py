@@ -98,8 +98,7 @@ def test_one_process_goes_on_without_them(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     for name in ("auto", "math"):
-        found = devices.attention_backend(tiny_config(attention=name), cpu, torch.float32)
-        assert found == name
+        assert devices.attention_backend(tiny_config(attention=name), cpu, torch.float32) == name
     assert machine.compiler()
     monkeypatch.setattr(torch._dynamo.utils, "counters", {})
     assert machine.compiler() == {}

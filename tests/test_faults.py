@@ -805,13 +805,15 @@ def s3(monkeypatch):
 
 @pytest.mark.parametrize("scheme", [
     "file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
-def test_a_backup_can_be_resumed(run, tmp_path, request, scheme):
+def test_a_backup_can_be_resumed(run, tmp_path, request, monkeypatch, scheme):
     url = {"file": f"file://{tmp_path}/disk2", "memory": f"memory://{tmp_path.name}"}.get(scheme)
     url = url or request.getfixturevalue("s3")
-    run("--out_dir", "r", "--backup_to", url, "--save_interval", 2)
+    monkeypatch.setattr(train, "evaluate", lambda run: float(run.progress.step))
+    run("--out_dir", "r", "--backup_to", url, "--save_interval", 2, "--eval_interval", 2)
     shutil.rmtree(tmp_path / "r")  # the machine is lost
     output = run("--resume", url, "--out_dir", "new", "--max_steps", 20, bare=True)
     assert "step_00000012.pt at step 12" in output
+    assert torch.load(tmp_path / "new/checkpoints/best.pt", weights_only=True)["step"] == 2
     assert "holds a run already" in run("--resume", url, "--out_dir", "new", expect=2)
     # its history came along, and the new run keeps backing up there
     assert list(column(tmp_path / "new", "train/loss")) == [1, 4, 8, 12, 13, 16, 20]

@@ -196,8 +196,7 @@ def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     monkeypatch.setattr(monitor.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(monitor.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(monitor.dist, "get_world_size", lambda: 2)
-    events = drive(lambda: dict(forward=3, backward=5, waiting=30 * clock.late))
-    event = the_event(events, clock)
+    event = the_event(drive(lambda: dict(forward=3, backward=5, waiting=30 * clock.late)), clock)
     assert value(event, "phases") == [("waiting", pytest.approx(30))]
     (cause,) = event.parts
     assert (value(cause, "rank"), value(cause, "phase")) == (1, "forward")

@@ -40,11 +40,11 @@ def check_checkpoints(run_dir: Path) -> int:
     for checkpoint in filter(None, found):
         damage = checkpoint.find_damage()
         if damage and checkpoint.path.exists():  # else just deleted by the run
-            print(f"{checkpoint.name:22s} INVALID: {damage}")
+            print(f"{checkpoint.path.name:22s} INVALID: {damage}")
             code = 1
         elif not damage:
             state = checkpoint.states()[0]
-            print(f"{checkpoint.name:22s} valid, step {state['step']}, best loss "
+            print(f"{checkpoint.path.name:22s} valid, step {state['step']}, best loss "
                   f"{state['best_loss']:.4f}")
     return code
 

@@ -5,17 +5,17 @@ import re
 import threading
 from pathlib import Path
 
-from steady.checkpoints.checkpoint import PART, SET_ASIDE, Checkpoint, list_checkpoints
+from steady.checkpoints.checkpoint import PART, Checkpoint, best_checkpoint, list_checkpoints
 from steady.checkpoints.disk import delete, put_in_place
 from steady.options import ConfigError
 
 # The files of a run; no others are uploaded or downloaded.
 LOGS = re.compile(r"config\.yaml|metrics\.jsonl|(tensorboard|tokenizer)/[\w.-]*\w")
-SAVED = re.compile(rf"(checkpoints/step_\d{{8,}}(?:\.pt|(?=/)))(?:/{PART.pattern})?")
+SAVED = re.compile(rf"(checkpoints/(?:step_\d{{8,}}|best)(?:\.pt|(?=/)))(?:/{PART.pattern})?")
 
 
 class Backup:
-    """Uploads the newest checkpoint and the logs of a run to a URL, in a thread.
+    """Uploads the newest checkpoint, the best and the logs of a run to a URL, in a thread.
 
     One upload at a time; the URL keeps the checkpoints that the run keeps. run_dir: None if it is
     not made yet. run: the id of the run that continues; None for a new one. Raises ConfigError if
@@ -33,13 +33,12 @@ class Backup:
             if within and "file" in self.fs.fs.protocol:
                 raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; use another disk")
             self.fs.makedirs("checkpoints", exist_ok=True)
-            saved = remote_checkpoints(self.fs), [*own.glob("checkpoints/*")]
+            saved = [*remote_checkpoints(self.fs)], [p.name for p in own.glob("checkpoints/*")]
             there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
         if there and there != run:
             raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this one'}; "
                               f"choose another URL, or continue that run with --resume {url}")
-        names = [" ".join(Path(name).name for name in each) for each in saved]
-        newest, ours = (max(map(int, re.findall(r"step_(\d+)", each)), default=0) for each in names)
+        newest, ours = (max(map(int, re.findall(r"step_(\d+)", str(x))), default=0) for x in saved)
         if there and newest > ours:  # an older copy of the run would delete it
             raise ConfigError(f"--backup_to {url}: holds step {newest} of this run, {run_dir} only "
                               f"step {ours}; continue it with --resume {url}")
@@ -63,29 +62,33 @@ class Backup:
                   flush=True)
 
     def upload(self, checkpoint: Checkpoint):
-        run_dir, name = checkpoint.run_dir, f"checkpoints/{checkpoint.name}"
-        held = Checkpoint(checkpoint.path.with_name("backup.tmp-0"))
+        run_dir, folder, held = checkpoint.run_dir, checkpoint.path.parent, {}
         try:
-            checkpoint.link_to(held.path)  # now, or rotation deletes it before the URL answers
             files = {"config.yaml": run_dir / "config.yaml"}  # first: it names the run
             for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):  # next: a step needs its rows
                 if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
                     files[log] = path
-            files |= {name + str(file).removeprefix(str(held)): file for file in held.files()}
+            for each in filter(None, (best_checkpoint(folder), checkpoint)):
+                name, link = f"checkpoints/{each.path.name}", folder / f"backup.tmp-{len(held)}"
+                each.link_to(link)  # now, or rotation deletes it before the URL answers
+                held[name] = Checkpoint(link)
+                files |= {name + str(file).removeprefix(str(link)): file
+                          for file in held[name].files()}
             for key, file in files.items():
                 if self.sent.get(key) != (changed := file.stat().st_mtime_ns):
                     self.fs.makedirs(str(Path(key).parent), exist_ok=True)
                     self.fs.put_file(str(file), key)
                     self.sent[key] = changed
-            kept = {f"checkpoints/{own.name}" for own in list_checkpoints(held.path.parent)}
+            kept = {f"checkpoints/{each.path.name}" for each in list_checkpoints(folder)}
             found = remote_checkpoints(self.fs)
-            stray = {*found.get(name, ())} - files.keys()  # parts of another number of ranks
-            for old in stray | found.keys() - kept - {name}:
+            stray = {file for name in held for file in found.get(name, ())}  # of more ranks
+            for old in stray - files.keys() | found.keys() - kept - held.keys():
                 self.fs.rm(old, recursive=True)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
-        with contextlib.suppress(OSError):
-            delete(held.path)
+        for link in held.values():
+            with contextlib.suppress(OSError):
+                delete(link.path)
 
 
 @contextlib.contextmanager
@@ -104,11 +107,11 @@ def opened(url: str, option: str):
 
 
 def remote_checkpoints(fs) -> dict[str, list[str]]:
-    """The checkpoints in a backup, oldest first, with the files of each."""
+    """The checkpoints in a backup, the best and then the oldest first, with the files of each."""
     found = {}
     for match in filter(None, map(SAVED.fullmatch, fs.find("checkpoints"))):
         found.setdefault(match[1], []).append(match[0])
-    return dict(sorted(found.items(), key=lambda item: Checkpoint(Path(item[0])).step))
+    return dict(sorted(found.items(), key=lambda item: int(re.sub(r"\D", "", item[0]) or 0)))
 
 
 def id_in(config: bytes) -> str:
@@ -118,22 +121,23 @@ def id_in(config: bytes) -> str:
 
 
 def download(url: str, to: Path):
-    """Download the newest valid checkpoint of a backup, and its logs, or raise ConfigError."""
+    """Download a backup: its newest valid checkpoint, the best, the logs. Raises ConfigError."""
     def get(name: str, local: Path):
         local.parent.mkdir(parents=True, exist_ok=True)
         fs.get_file(name, str(local))
 
     with opened(url, "--resume") as fs:
         for name, files in reversed(remote_checkpoints(fs).items()):
-            draft = Checkpoint(to / f"{name}.tmp-0")
+            draft, new = to / f"{name}.tmp-0", Checkpoint(to / name)
             for file in files:
                 get(file, Path(f"{draft}{file.removeprefix(name)}"))
-            if wrong := draft.find_damage():
+            put_in_place(draft, new.path)  # before the logs: without it the run would begin at 0
+            if wrong := new.find_damage():
                 print(f"warning: {name}: {wrong}", flush=True)
-                put_in_place(draft.path, to / f"{name}{SET_ASIDE}")
-                continue
-            put_in_place(draft.path, to / name)  # first: a run without checkpoints begins at 0
-            for log in filter(LOGS.fullmatch, fs.find("")):
-                get(log, to / log)
-            return
+                new.set_aside()
+            else:
+                for file in fs.find(""):
+                    if LOGS.fullmatch(file) or ("best" in file and SAVED.fullmatch(file)):
+                        get(file, to / file)
+                return
     raise ConfigError(f"--resume {url}: holds no valid checkpoint")

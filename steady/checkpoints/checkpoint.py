@@ -48,13 +48,9 @@ class Checkpoint:
         return str(self.path)
 
     @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
     def step(self) -> int:
         """The step in its name; TypeError for best."""
-        return int(NAME.fullmatch(self.name)[1])
+        return int(NAME.fullmatch(self.path.name)[1])
 
     @property
     def run_dir(self) -> Path | None:
@@ -120,7 +116,7 @@ class Checkpoint:
 
     def set_aside(self):
         """Rename it to NAME.set-aside, or .set-aside-2, …, so that it is no longer used."""
-        self.path.rename(unused_name(self.path.with_name(self.name + SET_ASIDE)))
+        self.path.rename(unused_name(self.path.with_name(self.path.name + SET_ASIDE)))
 
 
 def write_checkpoint(path: Path, state: dict):
@@ -270,7 +266,7 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
             print(f"warning: {damaged}: {wrong}; {'set aside' if ours else 'passed over'}",
                   flush=True)
         return checkpoint
-    left = [f"{damaged.name}: {wrong}" for damaged, wrong in damage.items()]
+    left = [f"{damaged.path.name}: {wrong}" for damaged, wrong in damage.items()]
     left += [name for name in BEST if (folder / name).exists()]
     left += sorted(path.name for path in folder.glob(f"*{SET_ASIDE}*"))
     if left:

@@ -181,7 +181,7 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
         wanted.link_as_best()
         return expected
     usable = found and 0 < progress.best_step and found[1] <= progress.step
-    if progress.best_step:  # a backup, for example, has no best.pt
+    if progress.best_step:  # the disk was full, for example
         now = f"{best} is of step {found[1]}" if usable else "the best and --patience begin anew"
         print(f"warning: {folder}: no best.pt of step {progress.best_step}; {now}", flush=True)
     if best and not usable:
