@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from test_huggingface import FAMILIES, SMALL, ours_of, save_random, tune
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
-    OPTConfig,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
     RobertaConfig,
@@ -250,11 +250,11 @@ def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
         foreign_model(tmp_path, found)
 
 
-OPT = OPTConfig(vocab_size=257, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
-                num_attention_heads=2, word_embed_proj_dim=32, max_position_embeddings=64)
+AS_NUMBERS = [AutoConfig.for_model(name, **SMALL, hidden_dropout=0.1)  # Falcon's own is 0
+              for name in ("opt", "seed_oss", "falcon")]
 
 
-@pytest.mark.parametrize("found", [GPT2, OPT], ids=["as modules", "as numbers"])
+@pytest.mark.parametrize("found", [GPT2, *AS_NUMBERS], ids=lambda found: found.model_type)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_options_reach_a_model_of_transformers(tmp_path, found, dropout):
     """Whose own dropout is 0.1."""

@@ -11,8 +11,6 @@ from steady.models.huggingface import UNTIED, folders, merge_adapters
 from steady.options import ConfigError
 from steady.ranks.parallel import Shards
 
-DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout")  # as numbers
-
 
 def load_module(folder: Path, trust: bool) -> nn.Module:
     """The module in a folder. Raises ConfigError if its weights do not fit."""
@@ -54,10 +52,11 @@ class HFModel(nn.Module):
             # transformers 5.23 warns of the older name
             enable = getattr(self.module, "activation_checkpointing_enable", None)
             (enable or self.module.gradient_checkpointing_enable)()
-        for module in self.module.modules():
-            for name in ("p",) if isinstance(module, nn.Dropout) else DROPOUTS:
-                if type(getattr(module, name, None)) in (int, float):
-                    setattr(module, name, cfg.dropout)
+        for part in (*self.module.modules(), self.module.config):  # Falcon's code reads the latter
+            for name, value in vars(part).copy().items():
+                is_rate = isinstance(part, nn.Dropout) or "dropout" in name or "pdrop" in name
+                if is_rate and type(value) in (int, float):
+                    setattr(part, name, cfg.dropout)
         lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList)]
         vars(self).update(  # hidden from nn.Module, or each weight would have two names
             blocks=max(lists, key=lambda m: sum(p.numel() for p in m.parameters())),
