@@ -88,7 +88,7 @@ class Config:
                                   at_most=1000)
 
     init_from: str | None = option(None, "initial weights: a Hugging Face folder, or a name on "
-                                   "the hub", group="model", metavar="NAME")
+                                   "the hub", group="model", metavar="NAME", fixed="trajectory")
     trust_remote_code: bool = option(
         False, "run the code that comes with a model from the hub", saved=False, command_line=True)
     lora_rank: int = option(0, "rank of LoRA adapters on frozen weights; 0: off", at_least=0,

@@ -244,8 +244,7 @@ def foreign_model(folder, found, **changes):
 
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
-    found = RobertaConfig(vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                          num_attention_heads=2, max_position_embeddings=66)
+    found = RobertaConfig(**SMALL | dict(pad_token_id=1))
     with pytest.raises(ConfigError, match="its tokens attend to later ones; expected"):
         foreign_model(tmp_path, found)
 
@@ -302,6 +301,7 @@ def test_a_run_outlives_the_folder_it_began_with(tune, tmp_path, write):
     flags = ["--lr_schedule", "constant", "--init_from", "m", "--out_dir"]
     tune(*flags, "r", "--max_steps", 2)
     tune(*flags, "whole", "--max_steps", 4)
+    assert "init_from m -> n" in tune("--auto_resume", "--init_from=n", "--out_dir", "r", expect=2)
     shutil.rmtree(tmp_path / "m")
     tune("--auto_resume", "--out_dir", "r", "--max_steps", 4)
     torch.testing.assert_close(*(saved(tmp_path / name, 4)["model"] for name in ("r", "whole")))
