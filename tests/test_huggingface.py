@@ -325,7 +325,8 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
     prompt = torch.randint(257, (1, 64))  # as long as it can see
     texts = {tuple(generate(net, prompt, 20, temperature=0)[0].tolist()) for _ in range(4)}
     assert len(texts) == 1 and net.training
-    assert "not with a gpt2 trained" in tune(*flags, "--data_mode", "packed", expect=2)
+    for more in (["--data_mode", "packed"], ["--rope_scaling", 2], ["--qk_norm"]):
+        assert "not with a gpt2 trained" in tune(*flags, *more, expect=2)
 
 
 def test_eval_only(tmp_path, tune, run, corpus):

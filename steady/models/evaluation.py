@@ -22,8 +22,7 @@ class Means:
         """Add values [B, T], 0 at ignored targets of `batch`; every rank adds the same names."""
         assert values.shape == batch.targets.shape, f"{name} {[*values.shape]}: not [B, T]"
         if name not in self.totals:
-            shape = 2, len(self.data.datasets)
-            self.totals[name] = torch.zeros(shape, device=self.ranks.device)
+            self.totals[name] = torch.zeros(2, len(self.data.datasets), device=self.ranks.device)
         batch.add_by_dataset(self.totals[name], values)
 
     def row(self, samples: int, with_counts: bool) -> tuple[dict[str, float], str]:

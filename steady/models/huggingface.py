@@ -135,9 +135,11 @@ def foreign_shape(found, cfg) -> dict:
     if not (n_layer and width and vocab) or getattr(found, "is_encoder_decoder", False):
         raise ConfigError(f"--init_from {cfg.init_from}: architecture {found.model_type}: expected "
                           f"one of {', '.join(NATIVE)}, or another causal language model")
-    if cfg.data_mode == "packed" or cfg.resize_embeddings:
-        raise ConfigError(f"--data_mode packed, --resize_embeddings: not with a {found.model_type} "
-                          "trained through transformers' own module")
+    ours = "resize_embeddings", "tie_embeddings", "rope_scaling", "qkv_bias", "qk_norm"
+    given = [name for name in ours if getattr(cfg, name)]  # its own config.json decides
+    if given or cfg.data_mode == "packed":
+        raise ConfigError(f"--{given[0] if given else 'data_mode packed'}: not with a "
+                          f"{found.model_type} trained through transformers' own module")
     heads = heads or 1
     return dict(model="transformers", n_layer=n_layer, n_head=heads, n_kv_head=kv or heads, d_ff=1,
                 d_model=width, vocab_size=vocab, head_dim=width // heads,
