@@ -98,7 +98,10 @@ def test_what_our_model_cannot_compute_is_not_taken_for_it():
     for odd in (dict(hidden_act="gelu"), dict(attention_bias=True), dict(mlp_bias=True),
                 dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))):
         assert huggingface.native_shape(small("llama", **odd)) is None, odd
-    assert huggingface.native_shape(small("llama"))["max_position"] == 128
+    found = small("llama")
+    assert huggingface.native_shape(found)["max_position"] == 128
+    del found.rope_parameters  # as in transformers 4: its base must not become a default
+    pytest.raises(LookupError, huggingface.native_shape, found).match("rope_theta")
 
 
 def test_what_does_not_fit_is_told(tmp_path, run):
@@ -359,8 +362,7 @@ def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
     byte_tokenizer().save_pretrained(tmp_path / "m")
     tune("--init_from", "m", "--max_steps", 2)
     (tmp_path / "a.txt").write_text("one two three " * 500)
-    flags = ["--out", "o", "--train_tokenizer", "257", "--workers", "1"]
-    assert prepare.main([str(tmp_path / "a.txt"), *flags]) == 0
+    assert prepare.main(["a.txt", "--out", "o", "--train_tokenizer", "257", "--workers", "1"]) == 0
     flags = ["--init_from", "m", "--data", "o"]
     assert "--tokenizer m, or" in tune(*flags, expect=2)
     tune(*flags, "--allow_change", "tokenizer", "--max_steps", 2)

@@ -42,8 +42,7 @@ def logits(folder, tokens):
 
 @pytest.mark.parametrize("kind", ["qwen2", pytest.param("phi3", marks=pytest.mark.slow)])
 def test_an_adapter_trains_resumes_and_becomes_a_model(tmp_path, tune, tokens, tool, kind):
-    family = PHI3 if kind == "phi3" else FAMILIES[kind]()
-    base = save_random(tmp_path / "m", family)
+    base = save_random(tmp_path / "m", PHI3 if kind == "phi3" else FAMILIES[kind]())
     told = tune(*LORA, "--out_dir", "r", "--save_interval", 10)
     assert "M trained), 2 layers" in told
     assert ("through transformers' own module" in told) == (kind == "phi3")
@@ -67,7 +66,7 @@ def test_an_adapter_trains_resumes_and_becomes_a_model(tmp_path, tune, tokens, t
     loss = tune("--eval_only", "--init_from", "adapter").partition("validation loss ")[2][:6]
     assert loss == f"{column(tmp_path / 'r', 'val/loss')[20]:.4f}"
 
-    save_random(tmp_path / "m", family, max_shard_size="60KB")
+    save_random(tmp_path / "m", base.config, max_shard_size="60KB")
     (tmp_path / "m/model.safetensors").unlink()
     told = tune("--out_dir", "r", "--auto_resume", "--max_steps", 30, expect=2)
     assert "adapts other weights than --init_from m now has" in told

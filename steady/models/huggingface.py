@@ -73,8 +73,8 @@ def config_from_hf(cfg):
     try:
         shape = native_shape(found)
     except (ValueError, TypeError, LookupError, ArithmeticError) as e:
-        raise ConfigError(f"--init_from {cfg.init_from}: its config.json has an invalid value: "
-                          f"{reason(e)}") from None
+        raise ConfigError(f"--init_from {cfg.init_from}: its config.json has an invalid value, or "
+                          f"transformers is older than 5: {reason(e)}") from None
     if shape is None or cfg.model == "transformers":
         shape = foreign_shape(found, cfg)
     default, longest = type(cfg)(), shape["max_position"]
@@ -122,7 +122,7 @@ def native_shape(found) -> dict | None:
         head_dim=shape["head_dim"] or found.hidden_size // found.num_attention_heads,
         tie_embeddings=bool(shape["tie_embeddings"]),
         max_position=min(shape["max_position"], window or 1 << 60),
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        rope_theta=float(rope["rope_theta"]),  # transformers 4 keeps it elsewhere
         rope_scaling=[float(rope[name]) for name in ROPE[kind]],
         qkv_bias=found.model_type == "qwen2", qk_norm=found.model_type == "qwen3")
 
