@@ -116,12 +116,11 @@ def native_shape(found) -> dict | None:
     if found.model_type not in NATIVE or kind not in ROPE or biased or found.hidden_act != "silu":
         return None
     shape = {mine: getattr(found, theirs, None) for mine, theirs in OPTIONS.items()}
-    window = getattr(found, "sliding_window", None)
     return shape | dict(
         model="default",
         head_dim=shape["head_dim"] or found.hidden_size // found.num_attention_heads,
         tie_embeddings=bool(shape["tie_embeddings"]),
-        max_position=min(shape["max_position"], window or 1 << 60),
+        max_position=min(shape["max_position"], getattr(found, "sliding_window", None) or 1 << 60),
         rope_theta=float(rope["rope_theta"]),  # transformers 4 keeps it elsewhere
         rope_scaling=[float(rope[name]) for name in ROPE[kind]],
         qkv_bias=found.model_type == "qwen2", qk_norm=found.model_type == "qwen3")

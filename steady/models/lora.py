@@ -79,8 +79,7 @@ def init_weights(model: nn.Module):
 
 def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors to save in a checkpoint: the adapters', if the model has any, else all."""
-    ends = ".lora.A", ".lora.B"
-    return {name: tensor for name, tensor in tensors.items() if name.endswith(ends)} or tensors
+    return {n: x for n, x in tensors.items() if n.endswith((".lora.A", ".lora.B"))} or tensors
 
 
 def alpha_of(cfg) -> float:
@@ -158,6 +157,8 @@ def read_config(folder: Path) -> tuple[str, float]:
         base, rank = str(found["base_model_name_or_path"]), int(found["r"])
         scale = float(found["lora_alpha"]) / (rank**0.5 if found.get("use_rslora") else rank)
         odd = [name for name in UNREAD if (found.get(name) or "none") != "none"]
+        if (found.get("init_lora_weights") or True) not in (True, "gaussian", "eva", "orthogonal"):
+            odd.append("init_lora_weights")  # others, as PiSSA's, change the base's weights, too
         if odd or found["peft_type"] != "LORA":
             raise ValueError(f"{found['peft_type']} {' '.join(odd)}")
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as e:
