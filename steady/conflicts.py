@@ -37,6 +37,7 @@ def refuse_conflicts(cfg):
                               f"tokenizer{nearest(name, names)}")
     need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite", "--log_interval above 0")
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
+    need(not cfg.trace or cfg.monitor != "off", "trace", "--monitoring light or full")
     need(cfg.tracker == "none" or importlib.util.find_spec(cfg.tracker), "tracker",
          f"it to be installed: pip install {cfg.tracker}")
     if cfg.stage and (cfg.epochs or cfg.max_minutes or "batch_size" in cfg.allow_change):
@@ -46,8 +47,7 @@ def refuse_conflicts(cfg):
     if sum(map(bool, (cfg.resume, cfg.auto_resume, cfg.overwrite))) > 1:
         raise ConfigError("--resume, --auto_resume and --overwrite cannot be combined")
     for name in ("lora_rank", "resize_embeddings"):
-        if getattr(cfg, name) and not cfg.init_from:
-            raise ConfigError(f"--{name}: expected --init_from too, the weights to start from")
+        need(cfg.init_from or not getattr(cfg, name), name, "--init_from too, the initial weights")
     for name in ("lora_alpha", "lora_targets"):
         if not cfg.lora_rank and getattr(cfg, name) != getattr(type(cfg)(), name):
             raise ConfigError(f"--{name}: expected --lora_rank too; without it all weights "

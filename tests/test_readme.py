@@ -103,8 +103,7 @@ def commands(text: str) -> list[list[str]]:
     lines = "".join(blocks(text, "sh", "bash")).splitlines() + inline_code(text)
     words = [shlex.split(line.rpartition("&& ")[2]) for line in lines
              if re.match(r"(pip .*&& )?(srun )?(python|torchrun) .*\.py", line)]
-    return [line[next(i for i, word in enumerate(line) if word.endswith(".py")):]
-            for line in words]
+    return [line[next(i for i, word in enumerate(line) if word.endswith(".py")):] for line in words]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
