@@ -159,6 +159,7 @@ def test_time_adds_up_over_restarts_and_lost_steps_count_as_lost(tmp_path, monke
     process(6, 0)  # stopped before its first step
     # a run continued from an older checkpoint: what earlier processes lost stays lost
     assert process(1, 1) == {"start-up": 2.12, "lost": 1.3 + 2 * 1.06 + 3 * 0.06}
+    assert process(-1, 1) == {"start-up": 1.06, "lost": 1.3 + 4 * 1.06 + 3 * 0.06}  # from 0 on
 
 
 def test_a_run_whose_metrics_were_deleted_ends_as_any_other(tmp_path):
@@ -177,11 +178,12 @@ def test_a_row_has_numbers_and_what_else_a_fork_writes(tmp_path):
     m = make(tmp_path, tensorboard=True)
     m.write(np.int64(1), dict(enumerate(numbers)) | {"a/nan": np.float32("nan")})
     m.write(1, {"anomaly": "gradient spike", "value": 2.0, "rank": 0})
-    m.write(1, odd | {"train/loss": 2.0, "a/array": torch.ones(2), "end": {"a/b": "c", "a/d": 1}})
+    m.write(1, odd | {"train/loss": 2.0, "a/array": torch.ones(2), "end": {"b": "c", "d": np.nan}})
     m.write(2, {"train/loss": 3.0, "sample": 5})
     m.close()
     about, written, _, row = rows(tmp_path)[:4]
-    assert about["about"]["last_step"] == 8 and row["a/array"] == [1, 1]
+    assert about["about"]["last_step"] == 8
+    assert row["a/array"] == [1, 1] and row["end"] == {"b": "c", "d": None}
     assert written == {"step": 1, "a/nan": None} | {str(i): 1.5 for i in range(5)}
     events = events_of(tmp_path / "tensorboard")
     drawn = [[e.value for e in events.Scalars(name)] for name in (*"01234", "train/loss")]
@@ -272,8 +274,12 @@ def test_what_other_loops_pass(tmp_path):
     assert tokens[32] == tokens[31] + 5
     m = Monitor(tmp_path / "never", log_interval=-1)
     m.step(1, loss=total)
-    assert not m.losses and not column(tmp_path / "never", "train/loss")
+    for n in (1, 2):
+        m.write(n, {"note": "x" * telemetry.TAIL_BYTES})
     m.close()
+    Monitor(tmp_path / "never", first_step=3).close()
+    assert not m.losses and not column(tmp_path / "never", "train/loss")
+    assert not [*tmp_path.glob("never/metrics.jsonl.*")]  # it is not another program's
     Monitor(tmp_path / "metrics.jsonl/x", tracker=("wandb", {}), first_step=1).close()
 
 
@@ -336,12 +342,10 @@ def test_a_spike_is_far_above_the_noise(noise, spike, found):
 
 def test_a_device_is_known_by_its_exact_name_or_not_at_all(monkeypatch):
     cuda = torch.device("cuda", 0)
-    for name, dtype, expected in [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
-        ("NVIDIA H100 80GB HBM3", torch.float32, 67e12),
-        ("NVIDIA RTX A1000", torch.bfloat16, None),
-        ("NVIDIA L40", torch.bfloat16, None),
-    ]:
+    for name, dtype, expected in [("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+                                  ("NVIDIA H100 80GB HBM3", torch.float32, 67e12),
+                                  ("NVIDIA RTX A1000", torch.bfloat16, None),
+                                  ("NVIDIA L40", torch.bfloat16, None)]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert device.peak_flops(cuda, dtype) == expected
     assert device.peak_flops(CPU, torch.float32) is None

@@ -8,7 +8,7 @@ import math
 
 import pytest
 from test_monitor import Clock, make, spend, step
-from test_slower import codes, row_of, value
+from test_slower import codes, row_of
 
 import data
 import monitor
@@ -97,9 +97,9 @@ def test_data_stalls(provoke, monkeypatch, clock):
     events, told = provoke(clock)
     event = the_event(events, clock)
     assert "warning: step" in told and "slower since about step" in told
-    assert value(event, "phases") == [("data", pytest.approx(30, rel=0.02))]
+    assert event.values["phases"] == [("data", pytest.approx(30, rel=0.02))]
     assert codes(event) == ["data"] and event.parts[0].ms == pytest.approx(30, rel=0.02)
-    assert event.since == clock.slow_from + 1 and not value(event, "creeps")
+    assert event.since == clock.slow_from + 1 and not event.values["creeps"]
 
 
 def test_garbage_collection(provoke, monkeypatch, clock):
@@ -128,7 +128,7 @@ def test_a_list_that_is_rewritten_at_each_save(provoke, monkeypatch, clock):
     before_each(monkeypatch, train, "save_checkpoint", rewrite)
     events, _ = provoke(clock, "--save_interval", clock.interval, intervals=30)
     event = the_event(events, clock, "checkpoint")
-    assert value(event, "creeps") and codes(event) == ["checkpoint grows"]
+    assert event.values["creeps"] and codes(event) == ["checkpoint grows"]
 
 
 @pytest.mark.parametrize("phase, owner, name, flags", [
@@ -139,7 +139,7 @@ def test_a_list_that_is_rewritten_at_each_save(provoke, monkeypatch, clock):
 def test_what_is_slow_between_steps(provoke, monkeypatch, clock, phase, owner, name, flags):
     before_each(monkeypatch, owner, name, lambda *_: clock.advance(0.5 * clock.late))
     event = the_event(provoke(clock, *flags)[0], clock, phase)
-    assert not value(event, "creeps") and codes(event) == [phase]
+    assert not event.values["creeps"] and codes(event) == [phase]
 
 
 def test_longer_sequences_are_more_work_and_not_slower(provoke, monkeypatch, clock):
@@ -197,10 +197,10 @@ def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     monkeypatch.setattr(monitor.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(monitor.dist, "get_world_size", lambda: 2)
     event = the_event(drive(lambda: dict(forward=3, backward=5, waiting=30 * clock.late)), clock)
-    assert value(event, "phases") == [("waiting", pytest.approx(30))]
+    assert event.values["phases"] == [("waiting", pytest.approx(30))]
     (cause,) = event.parts
-    assert (value(cause, "rank"), value(cause, "phase")) == (1, "forward")
-    assert value(cause, "ratio") == pytest.approx((3 + 5 + 30) / (3 + 5))
+    assert (cause.values["rank"], cause.values["phase"]) == (1, "forward")
+    assert cause.values["ratio"] == pytest.approx((3 + 5 + 30) / (3 + 5))
     assert event.side == "unclear"
 
 
@@ -209,7 +209,7 @@ def test_an_allocator_that_tries_again_in_the_report_too(drive, clock, monkeypat
     monkeypatch.setattr(machine, "read_resources", lambda *_: {
         "memory/alloc_retries": clock.step * clock.late})
     event = the_event(drive(lambda: dict(forward=10, backward=10 + 10 * clock.late)), clock)
-    assert value(event, "phases") == [("backward", pytest.approx(10))]
+    assert event.values["phases"] == [("backward", pytest.approx(10))]
     assert codes(event)[0] == "allocator"
     told = tool(main, tmp_path).out
     assert "backward +10 ms" in told and str(event.parts[0]) in told
@@ -217,8 +217,8 @@ def test_an_allocator_that_tries_again_in_the_report_too(drive, clock, monkeypat
 
 def test_a_list_in_the_loop_that_is_traversed_each_time(drive, clock):
     event = drive(lambda: dict(forward=10, other=max(0, clock.step - clock.slow_from) / 4))[0]
-    assert value(event, "creeps") and event.side == "program"
-    assert value(event, "phases")[0][0] == "other"
+    assert event.values["creeps"] and event.side == "program"
+    assert event.values["phases"][0][0] == "other"
     assert abs(event.since - clock.slow_from) <= clock.interval + 1
 
 

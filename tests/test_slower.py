@@ -81,10 +81,6 @@ def codes(found) -> list[str]:
     return [part.code for part in found.parts]
 
 
-def value(found, name: str):
-    return dict(found.values)[name]
-
-
 def of_program(found) -> list:
     return [each for each in found if each.side == "program"]
 
@@ -95,8 +91,8 @@ def test_what_is_planted_comes_first_while_the_machine_wobbles(phase, seed):
     events = of_program(detect(made(seed, phase=phase, share=0.06)))
     assert len(events) == 1, events
     (event,) = events
-    (name, ms), *_ = value(event, "phases")
-    assert name == phase and not value(event, "creeps")
+    (name, ms), *_ = event.values["phases"]
+    assert name == phase and not event.values["creeps"]
     assert ms == pytest.approx(0.06 * STEP_MS, rel=0.35)
     assert abs(event.since - PLANTED * EVERY) <= 3 * EVERY
 
@@ -109,7 +105,7 @@ def test_what_begins_after_a_few_logs_is_found_and_has_not_ended(phase, logs):
         rows = made(seed, wobbles=0.05, phase=phase, share=0.5)[PLANTED - logs:]
         (event,) = of_program(detect(rows))
         assert abs(event.since - PLANTED * EVERY) <= EVERY and event.until is None, (seed, event)
-        assert value(event, "phases")[0] == (phase, pytest.approx(0.5 * STEP_MS, rel=0.2))
+        assert event.values["phases"][0] == (phase, pytest.approx(0.5 * STEP_MS, rel=0.2))
 
 
 @pytest.mark.parametrize("probe, blames", [("slower", "machine"), ("as before", "unclear"),
@@ -120,7 +116,7 @@ def test_a_slower_machine_is_told_by_its_probe(probe, blames):
         row["machine/cpu_probe_us"] = 10.0
     (event,) = detect(rows)
     assert event.side == blames and abs(event.since - PLANTED * EVERY) <= 3 * EVERY
-    assert value(event, "percent") == pytest.approx(30, abs=5)
+    assert event.values["percent"] == pytest.approx(30, abs=5)
     if probe == "slower":
         assert codes(event)[0] == "probe", event.parts
     else:
@@ -148,7 +144,7 @@ def test_a_second_change_on_top_of_the_first_is_found():
             row[name] += 0.2 * STEP_MS
         row["perf/tflops"] = 1 / row["perf/step_ms"]
     first, second = of_program(detect(rows))
-    assert [value(each, "phases")[0][0] for each in (first, second)] == ["forward", "data"]
+    assert [each.values["phases"][0][0] for each in (first, second)] == ["forward", "data"]
     assert abs(second.since - 90 * EVERY) <= 3 * EVERY
 
 
@@ -157,7 +153,7 @@ def test_a_change_long_ago_keeps_its_beginning_and_is_reported_once():
     rows = made(phase="data", share=0.3, wobbles=0.05, logs=300)
     (event,) = detect(rows)  # and not the machine's 5 % up and down
     assert abs(event.since - PLANTED * EVERY) <= EVERY and event.side == "program"
-    assert value(event, "phases")[0] == ("data", pytest.approx(0.3 * STEP_MS, rel=0.1))
+    assert event.values["phases"][0] == ("data", pytest.approx(0.3 * STEP_MS, rel=0.1))
     ((step, _),) = live(rows[:120])
     assert step <= (PLANTED + 10) * EVERY
 
@@ -324,8 +320,8 @@ def test_steps_that_wait_now_and_then_are_no_slow_down_of_the_others():
     rows = [row_of(n, forward=30.0, data=50.0 * (750 < n <= 1500)) | {"perf/step_ms_median": 30.0}
             for n in range(50, 3001, 50)]
     (event,) = detect(rows)
-    assert (event.since, value(event, "phases")) == (751, [("data", 50.0)]) and event.until == 1501
-    assert value(event, "percent") == pytest.approx(167, abs=1)
+    assert (event.since, event.values["phases"]) == (751, [("data", 50.0)]) and event.until == 1501
+    assert event.values["percent"] == pytest.approx(167, abs=1)
 
 
 def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
@@ -335,7 +331,7 @@ def test_what_is_done_now_and_then_counts_for_all_steps_since_the_last_time():
     (event,) = detect(rows)
     assert event.phase == "checkpoint" and 6001 <= event.since <= 6151
     assert (event.of, event.ms) == (pytest.approx(2), pytest.approx(6))
-    assert value(event, "percent") == pytest.approx(60)  # of a step
+    assert event.values["percent"] == pytest.approx(60)  # of a step
 
 
 def profiles(slower: str, ms: float, looks: int = 40):
@@ -359,8 +355,8 @@ def test_the_line_that_became_slower_is_named(slower):
     (event,) = of_program(found)
     assert codes(event) == ["line"] and event.since <= (PLANTED + 3) * EVERY
     (line,) = event.parts
-    assert value(line, "phase") == "forward" and f" {slower} < model.py:9 forward" in line.line
-    assert abs(line.ms - share * STEP_MS) < max(value(line, "error"), 0.2 * share * STEP_MS)
+    assert line.values["phase"] == "forward" and f" {slower} < model.py:9 forward" in line.line
+    assert abs(line.ms - share * STEP_MS) < max(line.values["error"], 0.2 * share * STEP_MS)
 
 
 def test_lines_that_keep_their_shares_are_not_blamed():
@@ -446,7 +442,7 @@ def test_a_slow_data_set_in_the_training_process_names_its_line(every, logs):
     looks = {"data": {"my_data.py:6 augment < data.py:132 batch": 10, "data.py:9 batch": 1}}
     rows = rows_of({"data": 14.0}, looks, logs, every)
     line = parts_of(rows, {"my_data.py:6": "time.sleep(0.01)"})["line"]
-    assert line.line == "my_data.py:6 augment" and value(line, "source") == "time.sleep(0.01)"
+    assert line.line == "my_data.py:6 augment" and line.values["source"] == "time.sleep(0.01)"
     assert line.ms == pytest.approx(14.0 * 10 / 11)
 
 
@@ -461,7 +457,7 @@ def test_a_line_that_waits_for_another_rank_is_said_to_wait():
     rows = rows_of({"data": 14.0}, {"data": {"my.py:8 gather": 9}})
     for text, advice in (("dist.all_gather(out, n)", "it waits for the slowest rank"),
                          ("torch.gather(x, 1, i)", "--num_workers 2, or less work per sample")):
-        assert value(parts_of(rows, {"my.py:8": text})["line"], "advice") == advice
+        assert parts_of(rows, {"my.py:8": text})["line"].values["advice"] == advice
 
 
 @pytest.mark.parametrize("place, text, named", [
@@ -511,7 +507,7 @@ def test_a_function_left_to_run_eagerly_is_named_once():
     for row in rows[12:]:
         row["perf/eager_functions"] = 2
     (found,) = findings(History(rows))
-    assert (found.code, found.since, value(found, "count")) == ("eager", 260, 2)
+    assert (found.code, found.since, found.values["count"]) == ("eager", 260, 2)
     assert news(History([*rows, {"step": 600, "finding": found.row()}])) == []
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import sys
 import textwrap
@@ -43,10 +42,9 @@ class Sinks:
         row = {name: value for name, value in row.items() if (step, name) not in self.evaluated}
         if not row:  # for example, an evaluation without a target
             return
-        # JSON has no NaN or infinity; they are written as null
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
-                  for k, v in row.items() if k != "step"}
-        line = json.dumps({"step": step, **finite}, default=str) + "\n"
+        text = json.dumps({"step": step} | row | {"step": step}, default=str)
+        # JSON has no NaN or infinity; they are written as null, also those in a finding
+        line = json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n"
         self.use("metrics.jsonl", lambda file: file.write(line))
         self.use("TensorBoard", lambda board: board.write(step, row))
 
@@ -85,21 +83,21 @@ def open_metrics(path: Path, start_step: int) -> tuple:
         if length >= size or rows and rows[0][1]["step"] <= start_step:
             break
         length *= 2
-    if size and not any("about" in row or "perf/step_ms" in row for _, row in rows):
+    if 0 < size <= length and not any("about" in row or "perf/step_ms" in row for _, row in rows):
         other = path.rename(f"{path}.{time.time_ns()}")
         alert(f"warning: {path} is damaged or another program's; renamed to {other}")
         path.touch()
     kept = [(end, row) for end, row in rows if row["step"] <= start_step]
     os.truncate(path, kept[-1][0] if kept else 0)
     file = open(path, "a", buffering=1)  # each row is written as a whole
-    lost, newest = 0.0, start_step
+    lost, newest, step = 0.0, start_step, max(0, start_step)  # some loops count from 0
     for row in (row for _, row in rows if row["step"] > start_step):
         lost += sum(seconds_of(row, newest).values())
         newest = row["step"] if row.get("perf/step_ms") else newest
         if "hang" in row:  # the reason for a restart
-            file.write(json.dumps({"step": start_step, "hang": row["hang"]}) + "\n")
+            file.write(json.dumps({"step": step, "hang": row["hang"]}) + "\n")
     if lost:
-        file.write(json.dumps({"step": start_step, "lost_s": lost}) + "\n")
+        file.write(json.dumps({"step": step, "lost_s": lost}) + "\n")
     evaluated = {(start_step, name) for _, row in kept if row["step"] == start_step
                  for name in row if name.startswith("val/")}  # left by a killed process
     return file, History(row for _, row in kept), evaluated
