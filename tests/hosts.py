@@ -45,8 +45,7 @@ class Namespaces:
         hold = f"set -e; hostname {name}; ip link set lo up; {script}\necho; exec sleep infinity"
         self.holder = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount",
-             "sh", "-c", hold],
-            stdout=subprocess.PIPE, env=environment())
+             "sh", "-c", hold], stdout=subprocess.PIPE, env=environment())
         if not self.holder.stdout.readline():
             raise subprocess.SubprocessError(f"{name}: namespaces cannot be made")
         self.net = self.inode(self.holder.pid)

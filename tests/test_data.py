@@ -257,8 +257,7 @@ def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
                              text=True) for _ in range(2)]
     folder, same = (process.communicate()[0].strip() for process in both)
     assert folder == same and sorted(os.listdir(folder)) == [
-        "train.bin", "train.bin.docs", "train.bin.json",
-        "val.bin", "val.bin.docs", "val.bin.json"]
+        "train.bin", "train.bin.docs", "train.bin.json", "val.bin", "val.bin.docs", "val.bin.json"]
     assert os.listdir(tmp_path / "steady") == [os.path.basename(folder)]
     train, val = (load_mixture([folder], split, 128, 0) for split in ("train", "val"))
     assert 0.01 < val.n_tokens / train.n_tokens < 0.2  # 0.14 of Python 3.13

@@ -548,6 +548,14 @@ def test_causes_that_are_columns(ms, columns, code, gain):
     assert list(found) == [code] and found[code].ms == pytest.approx(gain)
 
 
+def test_evaluations_at_a_few_logs_of_a_long_run_count_once(tmp_path):
+    rows = rows_of({}, logs=1100)
+    for row in rows[::4]:
+        row["perf/evaluation_ms"] = 20.0  # 5 in the mean
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert report(tmp_path)["findings"] == slow(History(rows)) == []
+
+
 def test_rare_heavy_steps_as_of_a_profiler():
     rows = rows_of({"other": 6.0})
     for row in rows:

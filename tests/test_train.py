@@ -615,8 +615,7 @@ def test_learning_rate_schedules():
 
 @pytest.mark.parametrize("flags", [
     pytest.param(["--compile", "--micro_batch_size", "8"], marks=pytest.mark.slow),
-    ["--preset", "debug"],
-    ["--preset", "low_memory", "--seq_len", "16"],
+    ["--preset", "debug"], ["--preset", "low_memory", "--seq_len", "16"],
     ["--monitoring", "off", "--eval_interval", "0", "--attention", "math",
      "--lr_schedule", "cosine", "--grad_clip", "0", "--tie_embeddings"]])
 def test_other_configurations_train(run, tmp_path, flags):

@@ -108,8 +108,7 @@ def test_what_is_printed_of_a_hang():
     assert headline == "rank 2 (host b): stuck in data of step 812 at data.py:41 in f"
     assert table([2], notes).splitlines() == [
         "  rank 2  b  data of step 812     1m30s  data.py:41 in f",
-        "  rank 0  a  waiting of step 812  1m30s",
-        "  rank 1  a  waiting of step 812  1m30s"]
+        "  rank 0  a  waiting of step 812  1m30s", "  rank 1  a  waiting of step 812  1m30s"]
     many = table([30], {rank: note() for rank in range(100)}).splitlines()
     assert many[0].startswith("  rank 30") and many[-1] == "  and 84 more ranks"
 

@@ -14,10 +14,8 @@ def scalar(value):
         if not isinstance(value, Tensor):
             return float(value if isinstance(value, (int, float)) else np.mean(value))
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # FSDP's norm
-        if value.dim():
-            return value.detach().mean(dtype=torch.float32)
         # a copy, as a loop may add to the same tensor; in bf16 a sum of ones would end at 256
-        return value.detach().clone().float()
+        return value.detach().mean(dtype=torch.float32)
     except Exception:  # text, a number too large, a sparse tensor, …
         return math.nan
 

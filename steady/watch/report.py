@@ -1,5 +1,6 @@
 """A run in retrospect, from its metrics.jsonl: time by phase, figures, findings, a verdict."""
 
+import itertools
 import math
 from collections import Counter, deque
 from pathlib import Path
@@ -77,13 +78,17 @@ def report(run_dir: Path) -> dict:
         seconds.update(seconds_of(row, logged))
         if not row.get("perf/step_ms"):
             continue
-        logged = row["step"]
+        logged, history.rows[-1]["spent"] = row["step"], {**seconds}
         if logs % every:
             history.rows.pop()
         elif len(history.rows) == LOGS:  # a whole long run, at a coarser grain
             history.rows = deque([*history.rows][::2], LOGS)
             every *= 2
         logs += 1
+    for old, row in itertools.pairwise(history.rows) if every > 1 else ():
+        # over all steps since the row before: a few logs may have all the evaluations
+        row |= {f"perf/{name}_ms": 1e3 * (row["spent"][name] - old["spent"][name])
+                / (row["step"] - old["step"]) for name in OUTSIDE_PHASES}
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
     usual = [row for row in history.rows if "perf/startup_s" not in row]
     medians = [row.get("perf/step_ms_median") or row["perf/step_ms"] for row in usual]

@@ -105,8 +105,7 @@ def eager(history: History) -> list[Finding]:
 def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str, str], host: bool):
     """Take functions from a phase of host work, and from others lines known to be avoidable."""
     ms_of_a_look = left.ms[phase] / max(1, sum(lines.values()))
-    for places in by_function(place for place in lines
-                              if host or advice_for(place, sources)):
+    for places in by_function(place for place in lines if host or advice_for(place, sources)):
         looks, place = sum(lines[place] for place in places), max(places, key=lines.get)
         if looks > 2:
             where, function, _ = parts_of(place)

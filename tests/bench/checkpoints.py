@@ -29,8 +29,7 @@ def plain_save(run, path: Path):
 
 
 def main(options) -> list[Figure]:
-    name, vocab_size, rounds = ("default", "512", 1) if options.quick else (
-        "gpt2-124m", "50257", 5)
+    name, vocab_size, rounds = ("default", "512", 1) if options.quick else ("gpt2-124m", "50257", 5)
     run = make_run(["--model", name, "--vocab_size", vocab_size, "--optimizer", "adamw",
                     "--seq_len", "64", "--batch_size", "1"])
     threading.Thread(target=make_room, daemon=True).start()  # as in every command

@@ -93,8 +93,7 @@ def trained(flags: tuple[str, ...]) -> SimpleNamespace:
 
 
 def loss(flags: str, seed: int) -> float:
-    arm = SimpleNamespace(code=Path(), flags=f"{BASE} {flags}".split(),
-                          loss="val_loss", key=None)
+    arm = SimpleNamespace(code=Path(), flags=f"{BASE} {flags}".split(), loss="val_loss", key=None)
     return compare.result_of("", arm, seed)["loss"]
 
 

@@ -191,8 +191,7 @@ class Nanochat(Ours):
         return self.run("scripts.base_train", "--depth=2", "--head-dim=64", "--max-seq-len=64",
                         "--window-pattern=L", "--device-batch-size=12", "--total-batch-size=768",
                         f"--num-iterations={STEPS}", f"--save-every={EVERY}", "--eval-every=-1",
-                        "--core-metric-every=-1", "--sample-every=-1", "--device-type=cpu",
-                        *resume)
+                        "--core-metric-every=-1", "--sample-every=-1", "--device-type=cpu", *resume)
 
     def weights(self) -> dict:
         return torch.load(self.folder / f"base_checkpoints/d2/model_{STEPS:06}.pt",
