@@ -80,7 +80,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
         model = adapt(Transformer(cfg), cfg, dtype)
         shards.shard(model, dtype)
         shards.hold(model)
-        live.add([*shards.tensors.values(), *model.buffers()])
+        live.add([*shards.tensors_of(model).values(), *model.buffers()])
         held = list(shards.parameters.values())
         need = dict(weights=live.bytes(), gradients=sum(p.nbytes for p in held))
         with live:

@@ -46,12 +46,11 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     progress, writer, data = run.progress, run.dir.writer, run.train_data
     if not writer or run.dir.saved == progress:
         return
-    run.ranks.shards.tensors |= run.ranks.shards.tensors_of(run.model)  # buffers may be new ones
     state = dict(
         format=checkpoints.FORMAT,
         **dataclasses.asdict(progress),
         nonfinite=run.guard.nonfinite, spikes=run.guard.spikes and run.guard.spikes.window,
-        model=lora.kept(run.ranks.shards.tensors),
+        model=lora.kept(run.ranks.shards.tensors_of(run.model)),
         whole=[name for name, _ in run.model.named_buffers()],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[parameter_names(run, optimizer) for optimizer in run.optimizers],
@@ -83,8 +82,7 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     refuse_changes(run, checkpoint, states[0])
     shards, guard = run.ranks.shards, run.guard
     state = checkpoints.join(states, shards.rows, copy=True)
-    shards.tensors |= shards.tensors_of(run.model)
-    copy_weights(checkpoint, state["model"], lora.kept(shards.tensors))
+    copy_weights(checkpoint, state["model"], lora.kept(shards.tensors_of(run.model)))
     if run.ema:  # starts from the weights if the checkpoint has no averages
         averages = {name: state["model"][name] for name in run.ema.tensors}
         copy_weights(checkpoint, state.get("ema") or averages, run.ema.tensors)

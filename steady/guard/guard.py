@@ -72,7 +72,7 @@ class Guard:
 
     def weights_are_finite(self) -> bool:
         """Whether all ranks' weights are finite. Waits for the device."""
-        tensors = self.ranks.shards.tensors.values()
+        tensors = self.ranks.shards.tensors_of(self.ranks.shards.model).values()
         norms = torch._foreach_norm([t for t in tensors if t.is_floating_point()])
         return self.ranks.minimum(int(torch.stack(norms).sum().isfinite())) == 1
 

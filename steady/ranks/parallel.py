@@ -40,7 +40,7 @@ class Shards:
         # ranks with the same weights that are quick to reach: of ddp on a single host
         self.helpers = world_size if way == "ddp" and rank_and_world()[3] == world_size else 1
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
-        self.parameters, self.tensors, self.whole = {}, {}, set()  # see `hold`
+        self.parameters, self.model, self.whole = {}, None, set()  # see `hold`
         if way == "ddp" or world_size == 1 or shard_size == 1:
             return
         size, mesh, groups = shard_size or world_size, torch.arange(world_size), [dist.group.WORLD]
@@ -90,12 +90,12 @@ class Shards:
         """Name this rank's part of a finished model, in the memory of the model itself.
 
         parameters: this rank's part of each trained one, for the optimizers, with the number of all
-        rows as `whole_rows`. tensors: all of model.state_dict(). whole: names of unsharded ones.
+        rows as `whole_rows`. whole: the names in model.state_dict() of tensors not sharded.
         """
         for unit in units(model):  # the first gathering moves the rows to their final place
             unit.unshard()
             unit.reshard()
-        self.tensors = self.tensors_of(model)
+        self.model = model
         self.whole = {name for name, x in model.state_dict().items() if local_part(x) is x}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, whole in self.parameters.items() if self.size > 1 else ():
@@ -105,7 +105,7 @@ class Shards:
         return self
 
     def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """This rank's part of model.state_dict(), to be read and written in place."""
+        """This rank's part of model.state_dict() now, to be read and written in place."""
         with torch.no_grad():
             return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
 

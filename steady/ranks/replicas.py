@@ -32,16 +32,16 @@ def compare_replicas(shards, step: int, agreed: int):
     agreed: the newest step known to have had equal weights.
     """
     if dist.is_initialized():
-        sums = checksums(list(shards.tensors.values()))
+        tensors = shards.tensors_of(shards.model)  # a forward pass may have replaced buffers
+        sums = checksums(list(tensors.values()))
         table = sums.new_empty(dist.get_world_size(), len(sums))
         dist.all_gather(list(table), sums)
-        compare_checksums(np.array(table.tolist()), shards, step, agreed)
+        compare_checksums(np.array(table.tolist()), list(tensors), shards, step, agreed)
 
 
-def compare_checksums(table: np.ndarray, shards, step: int, agreed: int):
-    """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, n]."""
-    names, size = list(shards.tensors), shards.size
-    differs, in_doubt = np.zeros(table.shape, bool), False
+def compare_checksums(table: np.ndarray, names: list[str], shards, step: int, agreed: int):
+    """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, names]."""
+    size, differs, in_doubt = shards.size, np.zeros(table.shape, bool), False
     for first in range(size):  # `first` writes the checkpoints of these ranks
         rows = table[first::size]
         usual, count = Counter(map(tuple, rows)).most_common(1)[0]
