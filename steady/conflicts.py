@@ -37,7 +37,8 @@ def refuse_conflicts(cfg):
                               f"tokenizer{nearest(name, names)}")
     need(cfg.log_interval or cfg.on_nonfinite == "skip", "on_nonfinite", "--log_interval above 0")
     need(cfg.eval_interval or not cfg.patience, "patience", "--eval_interval above 0")
-    need(not cfg.trace or cfg.monitor != "off", "trace", "--monitoring light or full")
+    need(not cfg.trace or cfg.log_interval and cfg.monitor != "off", "trace",
+         "--monitoring light or full, and --log_interval above 0")
     need(cfg.tracker == "none" or importlib.util.find_spec(cfg.tracker), "tracker",
          f"it to be installed: pip install {cfg.tracker}")
     if cfg.stage and (cfg.epochs or cfg.max_minutes or "batch_size" in cfg.allow_change):
@@ -49,9 +50,8 @@ def refuse_conflicts(cfg):
     for name in ("lora_rank", "resize_embeddings"):
         need(cfg.init_from or not getattr(cfg, name), name, "--init_from too, the initial weights")
     for name in ("lora_alpha", "lora_targets"):
-        if not cfg.lora_rank and getattr(cfg, name) != getattr(type(cfg)(), name):
-            raise ConfigError(f"--{name}: expected --lora_rank too; without it all weights "
-                              "are trained")
+        need(cfg.lora_rank or getattr(cfg, name) == getattr(type(cfg)(), name), name,
+             "--lora_rank too; without it all weights are trained")
     if cfg.lora_rank and cfg.resize_embeddings:
         raise ConfigError("--resize_embeddings: not with --lora_rank, which would leave the new "
                           "rows untrained; train once without it, and adapt what that exports")

@@ -68,6 +68,7 @@ def refused(run, tmp_path):
     ("--max_steps 0", "--max_steps 0: expected at least 1"),
     ("--dropout 1.5", "--dropout 1.5: expected at least 0 and below 1"),
     ("--trace 5 --preset max_throughput", "--trace 5: expected --monitoring light or full"),
+    ("--trace 5 --log_interval 0", "--trace 5: expected --monitoring light or full, and --log_in"),
     ("--seed 99999999999999999999", "below 9223372036854775808"),
     ("--learning_rate nan", "--learning_rate nan: expected a finite number"),
     ("--rope_scaling 8 inf", "--rope_scaling inf: expected a finite number"),

@@ -301,6 +301,7 @@ def test_a_run_outlives_the_folder_it_began_with(tune, tmp_path, write):
     tune(*flags, "whole", "--max_steps", 4)
     assert "init_from m -> n" in tune("--auto_resume", "--init_from=n", "--out_dir", "r", expect=2)
     shutil.rmtree(tmp_path / "m")
+    tune("--auto_resume", "--out_dir", "r", "--max_steps", 3, "--init_from=elsewhere/m")
     tune("--auto_resume", "--out_dir", "r", "--max_steps", 4)
     torch.testing.assert_close(*(saved(tmp_path / name, 4)["model"] for name in ("r", "whole")))
     *_, told = write("r", "--max_new_tokens", 3)

@@ -315,5 +315,4 @@ def test_figures_are_those_on_record():
         assert len(shown) == 4
         for *_, ratio, spread, command in shown:
             name = re.search(r"tests\.bench (\w+)", command)[1]
-            on_record = [row[2:4] for row in measured[name]]
-            assert [ratio, spread.replace("～", " to ")] in on_record
+            assert [ratio, spread.replace("～", " to ")] in [row[2:4] for row in measured[name]]

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -20,7 +20,7 @@ OF_THIS_RUN = {"params", "lr_scale", "weight_decay", "betas", "momentum", "eps",
                "foreach", "fused", "capturable"}
 
 
-@dataclass
+@dataclasses.dataclass
 class Progress:
     """How far a run has come: the counts and losses that a checkpoint stores."""
 
@@ -31,9 +31,9 @@ class Progress:
     best_step: int = 0
     evaluated_step: int = 0  # step of the newest evaluation
     waited: int = 0  # evaluations since the best one
-    evaluated: dict = field(default_factory=dict)  # the validation data and options of best_loss
+    evaluated: dict = dataclasses.field(default_factory=dict)  # data and options of best_loss
     max_steps: int = UNKNOWN  # if set by --max_minutes
-    rollbacks: list[int] = field(default_factory=list)  # steps gone back to
+    rollbacks: list[int] = dataclasses.field(default_factory=list)  # steps gone back to
 
 
 def save_checkpoint(run, is_best: bool = False, alone: bool = False):
@@ -205,6 +205,8 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     compared += [] if cfg.eval_only else fixed_options(cfg, "trajectory")
     changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in compared
                if saved[name] != getattr(cfg, name)}
+    if Path(saved["init_from"] or "").name == Path(cfg.init_from or "").name:
+        changed.pop("init_from", None)  # it may have moved
     if tokenizer_hash(state.get("tokenizer")) != tokenizer_hash(data.tokenizer):
         changed["tokenizer"] = f"{state.get('tokenizer')} -> {data.tokenizer}"
     if not cfg.eval_only:

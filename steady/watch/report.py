@@ -88,7 +88,7 @@ def report(run_dir: Path) -> dict:
     for old, row in itertools.pairwise(history.rows) if every > 1 else ():
         # over all steps since the row before: a few logs may have all the evaluations
         row |= {f"perf/{name}_ms": 1e3 * (row["spent"][name] - old["spent"][name])
-                / (row["step"] - old["step"]) for name in OUTSIDE_PHASES}
+                / max(1, row["step"] - old["step"]) for name in OUTSIDE_PHASES}
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
     usual = [row for row in history.rows if "perf/startup_s" not in row]
     medians = [row.get("perf/step_ms_median") or row["perf/step_ms"] for row in usual]

@@ -207,8 +207,7 @@ def score(o: dict, events) -> dict:
         out["not the program"] = all(e.side != "program" for e in events)
     if group == "nothing" and not o["wobbles"]:
         out["quiet"] = not events
-    right = [line for line in lines if is_planted(line)]
-    out["no wrong line"] = len(lines) == len(right)
+    out["no wrong line"] = all(map(is_planted, lines))
     known = {"gc": {"gc"}, "slow rank": {"slow rank", "network"}, "thread": {"thread"},
              "numpy thread": {"thread", "contention"}, "stops": {"stopped"}, "quota": {"quota"}}
     fits = {"line", "unexplained", *known.get(o["kind"], ()), *["data"] * in_data}
