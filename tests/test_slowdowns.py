@@ -269,10 +269,11 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, tool, monkeyp
     assert "no such run" in tool(main, tmp_path, expect=2).err and "nan" not in tables
 
 
-def test_a_throughput_is_not_lower_for_its_last_log(tmp_path):
+def test_throughput_and_peak_are_not_lower_for_the_last_log(tmp_path):
     """Which is of the one step that is left, and had to wait."""
-    ms = [10.0] * 20 + [40.0]
-    lines = [json.dumps(row_of(50 * i, forward=x) | {"perf/tokens_per_second": 1e6 / x})
-             for i, x in enumerate(ms, start=1)]
+    lines = [json.dumps(row_of(50 * i, forward=x) | {
+        "perf/tokens_per_second": 1e6 / x, "memory/peak_gb": 50 - x})
+        for i, x in enumerate([10.0] * 20 + [40.0], start=1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert report(tmp_path)["figures"]["perf/tokens_per_second"] == pytest.approx(1e5)
+    found = report(tmp_path)["figures"]
+    assert found["perf/tokens_per_second"] == pytest.approx(1e5) and found["memory/peak_gb"] == 40

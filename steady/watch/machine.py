@@ -188,8 +188,7 @@ def read_resources(device: torch.device, out_dir: Path) -> dict[str, float]:
     if rss := proc.rss_bytes():
         row["memory/host_rss_gb"] = rss / 1e9
         pids = "self", *(worker.pid for worker in multiprocessing.active_children())
-        own = sum(proc.rss_bytes(pid, shared=False) for pid in pids)
-        row["memory/host_anonymous_gb"] = own / 1e9
+        row["memory/host_anonymous_gb"] = sum(proc.rss_bytes(p, shared=False) for p in pids) / 1e9
         row["memory/open_files"] = len(proc.names("proc/self/fd"))
         row["memory/threads"] = len(proc.names("proc/self/task"))
     if device.type == "cuda":

@@ -72,7 +72,8 @@ def report(run_dir: Path) -> dict:
     for _, row in read_rows(run_dir / "metrics.jsonl"):
         history.append(row)
         newest = max(newest, row["step"])
-        figures |= {name: row[name] for name in FIGURES if name in row}
+        figures |= {name: row[name] for name in FIGURES if name in row and not (
+            name == "memory/peak_gb" and row[name] < figures.get(name, 0))}  # reset with the cache
         for kind in happened.keys() & row.keys():
             happened[kind].append(row)
         seconds.update(seconds_of(row, logged))
