@@ -376,6 +376,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
         ([], "required: INPUT"),
         ([source, "--tokeniser", "b"], "did you mean --tokenizer?"),
         ([tmp_path / "*.md"], "no such file"),
+        (["~nosuchuser/a.txt"], "~nosuchuser/a.txt: no such file"),
         ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected a regular file that ends in"),
         ([source, "--out", tmp_path / "empty.txt"], "cannot be made"),
         ([tmp_path, "--out", tmp_path], f"{tmp_path}: is what --out names"),
@@ -393,10 +394,8 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
         told = made(*arguments, expect=2)
         assert words in told and told.count("\n") == 1, told
     for arguments, words in (
-        ([source], "--out DIR: expected"),
-        (["show", tmp_path], "expected: data.py show DIR N"),
-        (["show", tmp_path, 1], "no train.bin"),
-    ):
+            ([source], "--out DIR: expected"), (["show", tmp_path, 1], "no train.bin"),
+            (["show", tmp_path], "expected: data.py show DIR N")):
         told = command(*arguments, expect=2)
         assert words in told and told.count("\n") == 1, told
 

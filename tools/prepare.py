@@ -268,7 +268,7 @@ def prepare(inputs: list[str], options: Options) -> str:
         raise ConfigError("--out DIR: expected a folder to write to")
     if options.train_tokenizer and options.tokenizer != "bytes":
         raise ConfigError("--tokenizer and --train_tokenizer exclude each other")
-    out, counts = Path(options.out).expanduser(), Counter()
+    out, counts = Path(os.path.expanduser(options.out)), Counter()
     files = find_inputs(inputs, out, counts)
     if options.train_tokenizer or options.tokenizer != "bytes":
         tokenizers.require_ours(out / "tokenizer")

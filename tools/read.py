@@ -86,7 +86,7 @@ def find_inputs(inputs: list[str], out: Path, counts: Counter) -> list[Path]:
     """The sources of all inputs, each once. counts: of files skipped. Raises ConfigError."""
     found, known = {}, " ".join(KINDS)
     for name in inputs:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if path.resolve() == out.resolve():
             raise ConfigError(f"{name}: is what --out names; expected another folder there")
         if path.is_dir():
