@@ -153,7 +153,7 @@ class Order:
         """The order of the samples found in a window: sorted, in shuffled batches.
 
         A step that began in the previous window gets the shortest samples, a step that ends in the
-        next window the longest. So no step gets a sample twice, even if both windows hold it.
+        next window the longest. So no step gets a sample twice if both windows are whole epochs.
         """
         lengths, n = self.lengths(*found), end - begin
         head = min(-begin % self.group, n)
