@@ -157,8 +157,7 @@ def odd(path, **fields):
 
 @pytest.mark.parametrize("damage, why", [
     (lambda path: os.truncate(path, 0), "cut short, or not a checkpoint"),
-    (flip, "its checksum is wrong"),
-    (partial(odd, model=None), "missing or wrong: model"),
+    (flip, "its checksum is wrong"), (partial(odd, model=None), "missing or wrong: model"),
     (partial(odd, step="12"), "missing or wrong: step"),
     (partial(odd, step=-12), "missing or wrong: step"),
     (lambda path: writer.write_checkpoint(path, [1, 2]), "not a checkpoint")])

@@ -571,6 +571,9 @@ def test_what_began_later_is_not_slow_from_the_start(tmp_path):
     assert parts_of([*rows_of({}, logs=8), *late[8:16]]) == {}
     busy = rows_of({"forward": 30.0}, **{"perf/gc_ms": 12.0, "perf/thread_ms": 12.0})
     assert parts_of([*rows_of({}, logs=8), *busy[8:15]]) == {}
+    blocked = rows_of({"logging": 60.0}, logs=60)[20:]
+    (found,) = findings(History([*rows_of({"logging": 0.3}), *blocked]))
+    assert (found.code, found.phase) == ("slower", "logging")
     rows, told = [*rows_of({}), *late[20:]], {"code": "slow", "since": 20, "text": "slow: told"}
     for step, repeated in ((300, True), (800, False)):  # what was reported, and at which step
         lines = [*rows, {"step": step, "finding": told}]

@@ -462,9 +462,8 @@ def update(optimizers, parameters, clip):
     ranks = SimpleNamespace(shards=shards, device=torch.device("cpu"), scaler=scaler, world_size=1)
     run = SimpleNamespace(
         cfg=cfg, optimizers=optimizers, ranks=ranks, progress=Progress(),
-        dir=SimpleNamespace(writer=None),
-        monitor=SimpleNamespace(log_all=lambda metrics: None), guard=train.Guard(cfg, ranks),
-        measures=lambda step: False)
+        dir=SimpleNamespace(writer=None), monitor=SimpleNamespace(log_all=lambda metrics: None),
+        guard=train.Guard(cfg, ranks), measures=lambda step: False)
     return train.update(run, torch.tensor([1.0, cfg.batch_size * cfg.seq_len]))[1]
 
 

@@ -22,7 +22,7 @@ UNKNOWN_CAUSES = ("", "unexplained")
 def findings(history: History) -> list[Finding]:
     """Everything to report on a run: a pure function of its history."""
     slower = slowdown(history)
-    ends = min((found.since for found in slower if found.phase == "step"), default=math.inf)
+    ends = min((found.since for found in slower), default=math.inf)
     return [*diverged(history), *slower, *slow(history, ends), *eager(history), *runs_out(history)]
 
 

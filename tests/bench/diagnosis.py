@@ -160,9 +160,8 @@ def carry_out(spec: dict, folder: Path, data: Path) -> dict:
     old, new = ms[max(50, spec["at"] - 200) : spec["at"] - 1], ms[spec["at"] :]
     line = folder / "line.json"
     return spec | dict(
-        effect=float(np.median(new) / np.median(old)) - 1,
-        effect_mean=float(new.mean() / old.mean()) - 1,
-        made=len(new), step_ms=float(np.median(old)),
+        effect=float(np.median(new) / np.median(old)) - 1, made=len(new),
+        effect_mean=float(new.mean() / old.mean()) - 1, step_ms=float(np.median(old)),
         line=json.loads(line.read_text()) if line.exists() else None)
 
 
