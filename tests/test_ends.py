@@ -138,13 +138,12 @@ def test_evaluations_and_the_end_of_a_slurm_job_are_counted(run, corpus, clock, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_that_are_slow_are_set_earlier(run, corpus, clock, monkeypatch, ranks):
-    """After a third of the time, with a warm-up that ends before the run does."""
+    """In time, if step 20 just precedes a third of it; the warm-up ends before the run does."""
     monkeypatch.setattr(deadline, "SETTING_STEP", 100)
-    monkeypatch.setattr(deadline, "EARLIER", (3, 9))
-    told = run(*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 1, "--eval_interval", 0,
+    told = run(*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 2.4, "--eval_interval", 0,
                "--warmup_steps", 100, "--log_interval", 1, "--out_dir", "r", bare=True, ranks=ranks)
-    last = 9 + int((32 * 0.98 - 2) / 2)
-    assert f"step 9: {last} steps fit into" in told
+    last = 35 + int((64 * 0.98 - 2) / 2)
+    assert f"step 35: {last} steps fit into" in told
     rates = column(Path("r"), "train/learning_rate")
     assert max(rates) == last and rates[last] < 0.2 * max(rates.values())
 

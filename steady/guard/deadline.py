@@ -9,7 +9,7 @@ from steady.options import UNKNOWN
 from steady.watch.proc import process_age_seconds
 
 SETTING_STEP = 100  # of this process: then max_steps is set; the warm-up lasts as long
-EARLIER, SHARE = (2, 5, 20), 0.3  # or at one of these, once this share of the time is over
+EARLIER, SHARE = (2, 5, 12, 35), 0.3  # or at one of these, once this share of the time is over
 RESERVE = 0.02, 2.0  # share of the time, plus seconds, for the last checkpoint, sample and report
 
 
