@@ -236,8 +236,7 @@ def test_what_a_template_leaves_out_is_counted_by_name(made_of):
     call = dict(CALL, id="call_17")
     result = dict(role="tool", content="3", tool_call_id="call_17")
     told = made_of("qwen3", [
-        dict(messages=[dict(TALK[0], weight=1),
-                       dict(TALK[1], thoughts="Greet.", name="b")] * 2),
+        dict(messages=[dict(TALK[0], weight=1), dict(TALK[1], thoughts="Greet.", name="b")] * 2),
         dict(messages=[TALK[0], dict(role="assistant", tool_calls=[call]), result, TALK[3]])])
     found = re.search("not in the text  (.*)", told)[1].split(", ")
     assert found == ["user.weight (2)", "assistant.thoughts (2)", "assistant.name (2)",

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,10 +63,11 @@ def test_two_ranks_train_bit_for_bit_as_with_ddp(run, tmp_path, way, flags):
 
 
 def test_weights_filled_past_autograd_are_the_same_on_any_number_of_ranks(run, tmp_path):
-    def hook(rank):
+    def hook(rank, change=""):
         def init(self):
             weights(self)
-            self.blocks[0].mlp.down.weight.data.normal_(std=0.1)
+            self.blocks[0].mlp.down.weight.data[:, 3:].normal_(std=0.1)
+            exec(change, {"w": self.head.weight.data})
 
         weights, Transformer.init_weights = Transformer.init_weights, init
 
@@ -76,6 +78,9 @@ def test_weights_filled_past_autograd_are_the_same_on_any_number_of_ranks(run, t
     with parallel.Initializer(parallel.Shards()):
         torch.nn.init.constant_(scale, 3.0)
     assert scale == 3
+    for change, name in ("w[3:].zero_()", "zero_"), ("w[0] = w[1]", "__setitem__"):
+        told = run("--parallel", "zero3", ranks=2, hook=partial(hook, change=change), expect=2)
+        assert f"init_weights: {name} on some rows of a sharded weight would be lost" in told
 
 
 @pytest.mark.parametrize("ranks, flags", [
@@ -200,9 +205,8 @@ def test_after_a_non_finite_step_all_ranks_do_the_same(run, tmp_path, flags, rol
     flags = [*EXACT, "--log_interval", 1, "--eval_interval", 0, *flags]
     for way in ("ddp", "zero3"):
         run(*flags, "--parallel", way, "--out_dir", way, ranks=2, hook=lambda rank: poison(16, 24))
-        found = [row for row in rows(tmp_path / way) if "anomaly" in row]
         named = [] if rollbacks else [3]  # a rollback takes its rows back, too
-        assert [row["step"] for row in found] == named
+        assert [row["step"] for row in rows(tmp_path / way) if "anomaly" in row] == named
     assert saved(tmp_path / "ddp")["rollbacks"] == rollbacks
     assert_same_end(tmp_path / "ddp", tmp_path / "zero3", "rollbacks")
 

@@ -204,8 +204,7 @@ def test_a_slow_rank_is_named(drive, clock, monkeypatch):
     assert event.side == "unclear"
 
 
-def test_an_allocator_that_tries_again_in_the_report_too(drive, clock, monkeypatch, tmp_path,
-                                                         tool):
+def test_an_allocator_that_tries_again_in_the_report_too(drive, clock, monkeypatch, tmp_path, tool):
     monkeypatch.setattr(machine, "read_resources", lambda *_: {
         "memory/alloc_retries": clock.step * clock.late})
     event = the_event(drive(lambda: dict(forward=10, backward=10 + 10 * clock.late)), clock)

@@ -719,8 +719,7 @@ def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, tool
     assert "show RUN_DIR STEP, from 1" in tool(prepare.main, "show", "r", 0, expect=2).err
 
 
-def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_path,
-                                                                      monkeypatch):
+def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sample", lambda run: f"written at {run.progress.step}")
     printed = run("--sample_interval", 4, "--max_steps", 10, "--out_dir", "r")
     assert re.findall(r"written at (\d+)\n", printed) == ["4", "8", "10"]

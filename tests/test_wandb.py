@@ -98,7 +98,7 @@ def test_what_wandb_does_changes_nothing_else(run, tmp_path, fake_tracker, bodie
     assert list(column(tmp_path / "r", "train/loss")) == [1, 4, 8, 12, 16]
     events = events_of(tmp_path / "r/tensorboard").Scalars("train/loss")
     assert [event.step for event in events] == [1, 4, 8, 12, 16]
-    assert printed.count("tracker disabled") == ("raise" not in str(bodies))  # that says why itself
+    assert printed.count("tracker disabled") == ("raise" not in str(bodies))  # it says why itself
 
 
 def test_the_folder_that_a_cloud_displays_is_the_default(run, tmp_path, monkeypatch):

@@ -170,8 +170,7 @@ class Muon(torch.optim.Optimizer):
 
         Each rank gets equally many whole matrices, the last ones zeros if ranks do not divide n.
         """
-        n, each, columns = rows.shape
-        ranks = self.shards.size
+        ranks, (n, each, columns) = self.shards.size, rows.shape
         sent = padded(rows, 0, -(-n // ranks) * ranks).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.shards.group)
@@ -223,6 +222,5 @@ def apply(params: list[Tensor], direction: Tensor, squares: Tensor, beta2: float
     squares.lerp_(mean, (1 - beta2) * go)
     torch._foreach_mul_(params, 1 - decay * go)
     direction *= (squares + 1e-16).rsqrt_() * (RMS * rate * go)
-    whole = params[0].ndim == 3  # a single stack
-    moves = [direction] if whole else [*direction[:, : len(params[0])].unbind()]
+    moves = [direction] if params[0].ndim == 3 else [*direction[:, : len(params[0])].unbind()]
     torch._foreach_sub_(params, moves)

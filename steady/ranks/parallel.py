@@ -106,8 +106,7 @@ class Shards:
 
     def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's part of model.state_dict() now, to be read and written in place."""
-        with torch.no_grad():
-            return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
+        return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
 
     def checked(self, optimizers: list) -> list:
         """The same optimizers. Raises ConfigError unless each trained weight is in exactly one.
@@ -226,8 +225,7 @@ def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, wor
             optimizer.compile()
     how = dict(dynamic=True if lengths_vary else None)
     if world_size == 1:
-        model.compile(**how)
-        return
+        return model.compile(**how)
     private.keep_graphs_whole()
     for part in (*model.blocks, model.head):
         if part is not model.head or getattr(part, "always_called", False):
@@ -282,12 +280,17 @@ class Initializer(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if "tensor" in kwargs:  # as torch.nn.init names it
             args = kwargs.pop("tensor"), *args
-        target, module = args[0] if args else None, getattr(function, "__module__", None)
-        fills = module == "torch.nn.init" or function.__name__ in FILLS
-        if not (fills and (isinstance(target, nn.Parameter) or hasattr(target, "to_local"))):
+        target, name = args[0] if args else None, function.__name__
+        sharded = hasattr(target, "to_local")
+        if sharded and (name == "__setitem__" or name.endswith("_") and not name.endswith("__")
+                        and target.placements[-1].is_replicate()):  # as rows are: a gathered copy
+            raise ConfigError(f"init_weights: {name} on some rows of a sharded weight would be "
+                              "lost; set all of it, as with weight.copy_(values)")
+        fills = getattr(function, "__module__", None) == "torch.nn.init" or name in FILLS
+        if not (fills and (sharded or isinstance(target, nn.Parameter))):
             return function(*args, **kwargs)
         if self.shards:
-            whole = torch.empty(target.shape, dtype=target.dtype)
+            whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype)
             function(whole, *args[1:], **kwargs)
             part = local_part(target.detach())
             part.copy_(whole if part.shape == whole.shape else whole[self.shards.rows(len(whole))])

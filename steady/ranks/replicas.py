@@ -49,8 +49,7 @@ def compare_checksums(table: np.ndarray, names: list[str], shards, step: int, ag
         in_doubt |= differs[first].any() or 2 * count <= len(rows)
     whole = [size > 1 and name in shards.whole for name in names]  # buffers, of rank 0
     differs |= whole & (table != table[0])
-    odd = np.flatnonzero(differs.any(1)).tolist()
-    if odd:
+    if odd := np.flatnonzero(differs.any(1)).tolist():
         text = (f"step {step}: the weights of {rank_list(odd)} differ from those of other ranks, "
                 f"first in {names[differs.any(0).argmax()]}: after a backward pass beside run.ddp, "
                 "with a buffer that each rank sets by itself, or on a faulty device; they last "
