@@ -50,8 +50,8 @@ def refuse_conflicts(cfg):
     for name in ("lora_rank", "resize_embeddings"):
         need(cfg.init_from or not getattr(cfg, name), name, "--init_from too, the initial weights")
     for name in ("lora_alpha", "lora_targets"):
-        need(cfg.lora_rank or getattr(cfg, name) == getattr(type(cfg)(), name), name,
-             "--lora_rank too; without it all weights are trained")
+        if not cfg.lora_rank and getattr(cfg, name) != getattr(type(cfg)(), name):
+            raise ConfigError(f"--{name}: expected --lora_rank too, else all weights are trained")
     if cfg.lora_rank and cfg.resize_embeddings:
         raise ConfigError("--resize_embeddings: not with --lora_rank, which would leave the new "
                           "rows untrained; train once without it, and adapt what that exports")

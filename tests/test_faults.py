@@ -459,7 +459,7 @@ def test_who_only_reads_renames_nothing(run, copy, tool, monkeypatch):
     flip(copy / "checkpoints/step_00000012.pt")
     output = run("--out_dir", "r", "--auto-resume", "--eval_only")
     assert "step_00000012.pt: " in output and "passed over" in output and "step 8: valid" in output
-    assert generation.open_checkpoint(copy, False)[0].name == "step_00000008.pt"
+    assert generation.open_checkpoint(copy, False)[0].path.name == "step_00000008.pt"
     output = run("--check_checkpoints", "r", bare=True, expect=1)
     assert "step_00000012.pt" in output and output.count("INVALID: its checksum is wrong") == 1
     assert output.count(" valid") == 2 and "valid, step 8, best" in output

@@ -133,13 +133,13 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, tool):
 
 def test_unusual_adapters_are_refused(tmp_path):
     found = dict(peft_type="LORA", r=4, lora_alpha=4, base_model_name_or_path="m")
-    for change in (dict(use_dora=True), dict(bias="all"), dict(peft_type="IA3"), dict(r="x"),
-                   dict(r=0), dict(alora_invocation_tokens=[1]), dict(init_lora_weights="pissa")):
-        (tmp_path / lora.CONFIG).write_text(json.dumps(found | change))
+    for key, x in (("r", 0), *dict(r="x", use_dora=True, bias="all", peft_type="IA3", revision="v",
+                                   alora_invocation_tokens=[1], init_lora_weights="pissa").items()):
+        (tmp_path / lora.CONFIG).write_text(json.dumps(found | {key: x}))
         with pytest.raises(ConfigError, match="expected a LoRA adapter"):
             lora.read_config(tmp_path)
     (tmp_path / lora.CONFIG).write_text(json.dumps(found | dict(
-        base_model_name_or_path=str(tmp_path), init_lora_weights=True)))
+        base_model_name_or_path=str(tmp_path), init_lora_weights=True, revision="main")))
     with pytest.raises(ConfigError, match="an adapter whose base is itself"):
         huggingface.folders(str(tmp_path))
     weights, shards = {"q.weight": torch.zeros(64, 64)}, Shards()

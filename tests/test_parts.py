@@ -48,7 +48,7 @@ def test_the_next_older_one_is_taken(run, copy):
     files_of(folder / "step_00000004")[1].unlink()
     told = run("--check_checkpoints", "r", bare=True, expect=1)
     assert told.count(" valid") == 2 and told.count("INVALID") == 2
-    assert latest_valid(folder).name == "step_00000003"
+    assert latest_valid(folder).path.name == "step_00000003"
     assert all((folder / f"step_0000000{n}.set-aside").is_dir() for n in (4, 6))
     assert "step_00000003 at step 3" in run(*FLAGS, "--out_dir", "r", "--auto_resume", ranks=2)
     assert Checkpoint(folder / "step_00000006").find_damage() is None

@@ -327,7 +327,7 @@ def test_epochs_are_turned_into_steps_that_a_resume_keeps(run, tmp_path):
     saved = config.parse([], saved=str(tmp_path / "r/config.yaml"))
     assert (saved.max_steps, saved.epochs) == (7, None)  # of 8 samples each
     assert saved.warmup_steps == 0  # 2 % of them
-    assert list_checkpoints(tmp_path / "r/checkpoints")[-1].name == "step_00000007.pt"
+    assert list_checkpoints(tmp_path / "r/checkpoints")[-1].path.name == "step_00000007.pt"
     assert "already finished (7 steps)" in run(*flags, "--auto_resume", bare=True)
     run("--out_dir", "r", "--auto_resume", "--epochs", 3, bare=True)
     assert config.parse([], saved=str(tmp_path / "r/config.yaml")).max_steps == 10
@@ -732,4 +732,4 @@ def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_
     monkeypatch.setattr(train, "sample", fails)
     output = run("--max_steps", 2, "--out_dir", "u")  # a warning, and the run has ended well
     assert "RuntimeError: of a fork" in output and "in fails" in output
-    assert list_checkpoints(tmp_path / "u/checkpoints")[-1].name == "step_00000002.pt"
+    assert list_checkpoints(tmp_path / "u/checkpoints")[-1].path.name == "step_00000002.pt"

@@ -143,7 +143,7 @@ PREFIX = "base_model.model."  # begins all names in WEIGHTS
 # Settings of unsupported variants: with them the weights mean something else.
 UNREAD = ("bias", "use_dora", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern",
           "layer_replication", "target_parameters", "trainable_token_indices", "lora_bias",
-          "alora_invocation_tokens")
+          "alora_invocation_tokens", "revision")
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -156,7 +156,7 @@ def read_config(folder: Path) -> tuple[str, float]:
         found = json.loads((folder / CONFIG).read_text())
         base, rank = str(found["base_model_name_or_path"]), int(found["r"])
         scale = float(found["lora_alpha"]) / (rank**0.5 if found.get("use_rslora") else rank)
-        odd = [name for name in UNREAD if (found.get(name) or "none") != "none"]
+        odd = [name for name in UNREAD if (found.get(name) or "none") not in ("none", "main")]
         if (found.get("init_lora_weights") or True) not in (True, "gaussian", "eva", "orthogonal"):
             odd.append("init_lora_weights")  # others, as PiSSA's, change the base's weights, too
         if odd or found["peft_type"] != "LORA":
