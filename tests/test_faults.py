@@ -879,9 +879,11 @@ def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up):
 def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
     from fsspec.implementations.local import LocalFileSystem
 
-    monkeypatch.setattr(LocalFileSystem, "put_file", raising(PermissionError(13, "no")))
+    monkeypatch.setattr(LocalFileSystem, "put_file", lambda _, file, key: raising(
+        PermissionError(13, "no"))(shutil.copy(file, key)))
     output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4)
     assert "no backup to file://" in output and "step 12/12" in output
+    assert {*os.listdir(tmp_path / "b")} == {"checkpoints", "config.yaml~"}  # the name of a draft
 
 
 def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypatch):

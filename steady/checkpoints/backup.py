@@ -29,8 +29,8 @@ class Backup:
         self.thread = threading.Thread()  # of the newest upload
         with opened(url, "--backup_to") as self.fs:
             own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
-            within = own.is_relative_to(place) or place.is_relative_to(own)
-            if within and "file" in self.fs.fs.protocol:
+            self.is_disk = "file" in self.fs.fs.protocol
+            if self.is_disk and (own.is_relative_to(place) or place.is_relative_to(own)):
                 raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; use another disk")
             self.fs.makedirs("checkpoints", exist_ok=True)
             saved = [*remote_checkpoints(self.fs)], [p.name for p in own.glob("checkpoints/*")]
@@ -77,7 +77,10 @@ class Backup:
             for key, file in files.items():
                 if self.sent.get(key) != (changed := file.stat().st_mtime_ns):
                     self.fs.makedirs(str(Path(key).parent), exist_ok=True)
-                    self.fs.put_file(str(file), key)
+                    draft = key + "~" * (self.is_disk and "step_" not in key)  # else cut by a kill
+                    self.fs.put_file(str(file), draft)
+                    if draft != key:
+                        self.fs.mv(draft, key)
                     self.sent[key] = changed
             kept = {f"checkpoints/{each.path.name}" for each in list_checkpoints(folder)}
             found = remote_checkpoints(self.fs)

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ RUN_FILES = re.compile(  # a directory with any of them holds a run
 OTHER_FILES = ("lock", "tokenizer", "stacks", "traces", "checkpoints")  # also written by a run
 
 
-@dataclass
+@dataclasses.dataclass
 class RunDir:
     """The directory of a run, and its writer."""
 

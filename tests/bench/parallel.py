@@ -32,8 +32,7 @@ COMMON = ["--seq_len", "64", "--batch_size", "4", "--optimizer", "adamw", "--pre
 
 
 def status(name: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.split(name + ":")[1].split()[0]) * 1024
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) * 1024
 
 
 def rank_main(rank: int, ranks: int, port: int, folder: str, flags: list[str], answers):

@@ -152,8 +152,7 @@ class Planter(importlib.abc.MetaPathFinder):
         for part in self.function.split("."):
             (found,) = (n for n in body if getattr(n, "name", "") == part)
             body = found.body
-        loop = any(isinstance(n, ast.While) for n in body)
-        places = list(statements(body, not loop))
+        places = list(statements(body, not any(isinstance(n, ast.While) for n in body)))
         owner, node = places[int(spec["line"] * len(places))]
         call = ast.parse("__import__('builtins').__plant__()").body[0]
         for each in ast.walk(call):
