@@ -121,8 +121,7 @@ def make_parser(options: type, prog: str, usage: str, about: str,
 def add_option(group, f: dataclasses.Field, hidden: bool):
     default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     text = f.metadata.get("help", "")
-    unsaid = default is None or default is False or default == []
-    if not unsaid and "(default" not in text:
+    if default is not None and default is not False and default != [] and "(default" not in text:
         shown = " ".join(default) if isinstance(default, list) else default
         text += f" (default: {'on' if default is True else shown})"
     how = dict(dest=f.name, default=default, help=argparse.SUPPRESS if hidden else text)
@@ -165,8 +164,7 @@ def normal_form(parser: Parser, arg: str) -> str:
         return arg
     name, equals, value = arg.partition("=")
     name = "--" + name[2:].replace("-", "_")
-    action = parser._option_string_actions.get(name)
-    if equals and isinstance(getattr(action, "const", None), bool):
+    if equals and isinstance(getattr(parser._option_string_actions.get(name), "const", None), bool):
         if value.lower() in ("true", "yes", "on", "1"):
             return name
         if value.lower() in ("false", "no", "off", "0"):
@@ -221,8 +219,10 @@ def read_yaml(path: str) -> dict:
 def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list[str]:
     """The options in a YAML file as flags; if it names a model, except those in `drop`."""
     marks, flags = {f.name: f.metadata for f in dataclasses.fields(options)}, []
-    aliases = {mark.get("flag"): name for name, mark in marks.items()}
-    values = {aliases.get(name, name): value for name, value in read_yaml(path).items()}
+    given, aliases = read_yaml(path), {mark.get("flag"): name for name, mark in marks.items()}
+    values = {aliases.get(name, name): value for name, value in given.items()}
+    if twice := [name for name in given if aliases.get(name) in given]:
+        raise ConfigError(f"{path}: {twice[0]} is given twice, also as {aliases[twice[0]]}")
     for name, value in values.items():
         if name not in marks:
             raise ConfigError(f"{path}: unknown option {name}{nearest(name, marks)}")

@@ -146,9 +146,9 @@ def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatc
     (b"trust_remote_code: true", "trust_remote_code is for the command line"),
     (b"seed: 1\n\tmax_steps: 5", "not YAML: while scanning for the next token found character "
      "'\\t' that cannot start any token in \"c.yaml\", line 2"),
-    (b"\xff\xfe\x00", "not YAML"),
-    (b"seed: *x\n", "not YAML"),
+    (b"\xff\xfe\x00", "not YAML"), (b"seed: *x\n", "not YAML"),
     (b"seed: 1\nmax_steps: 2\nseed: 3\n", "line 3: seed is given twice"),
+    (b"monitoring: full\nmonitor: light\n", "monitoring is given twice, also as monitor"),
     (b"[1, 2]: 3\n", "not YAML"),
     (b"[" * 5000, "not YAML"),
     (b"- 1\n- 2", "`name: value`"),
