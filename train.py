@@ -159,13 +159,12 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
         of_all[::2] /= run.ranks.world_size
     share = of_all[1].clamp(min=1.0) / (cfg.batch_size * cfg.seq_len)  # share of tokens with a loss
     loss, grad_norm = of_all[::2] / share
-    found_inf = (~grad_norm.isfinite()).float()  # or NaN
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     before = copy_of_weights(shards) if run.measures(run.progress.step + 1) else None
     if run.dir.writer:
         run.dir.writer.finish_copy()  # a checkpoint may still be copying the weights
     run.guard.clean = False
-    found_inf = run.guard.skips(found_inf, loss, grad_norm)
+    found_inf = run.guard.skips((~grad_norm.isfinite()).float(), loss, grad_norm)
     for optimizer in run.optimizers:
         own = not type(optimizer).step.__module__.startswith("torch.")  # also a subclass's own
         if getattr(type(optimizer) if own else optimizer, "_step_supports_amp_scaling", False):
@@ -399,6 +398,8 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     ranks.micro_batch = memory.choose_micro_batch(cfg, ranks, uneven, new_model, varlen)
     model = new_model()
     shards.hold(model)
+    if len(lora.kept(shards.parameters)) < len(shards.parameters):
+        raise ConfigError("--lora_rank: checkpoints would lack the other weights that are trained")
     run = Run(
         cfg, Progress(evaluated=what_is_evaluated(cfg, val_data)), ranks, run_dir, train_data,
         val_data, model,
@@ -425,8 +426,7 @@ def choose_run(argv: list[str]) -> tuple[Config, Path | None]:
     out_dir = rundir.find_run(cfg)
     saved = rundir.saved_config(cfg, out_dir)  # the flags of a resumed run need not be repeated
     cfg = replace(config.parse(argv, saved), **meant)
-    has_shape = saved and (cfg.model != "transformers" or cfg.d_model)
-    if cfg.init_from and not has_shape:
+    if cfg.init_from and not (saved and (cfg.model != "transformers" or cfg.d_model)):  # else known
         cfg = huggingface.config_from_hf(cfg)
     return config.resolve(cfg), out_dir
 

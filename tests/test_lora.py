@@ -111,7 +111,7 @@ def test_parts_of_a_matrix_have_adapters_of_their_own(tmp_path, corpus, tokens, 
         assert relative(model(tokens), theirs(tokens).logits) < 1e-4
 
 
-def test_what_has_no_adapter_is_told(tmp_path, tune, tool):
+def test_what_has_no_adapter_is_told(tmp_path, tune, tool, monkeypatch):
     save_random(tmp_path / "m", FAMILIES["llama"]())
     for flags in (["--lora_targets", "q_proj"], ["--lora_alpha", 8]):
         assert f"{flags[0]}: expected --lora_rank" in tune("--init_from", "m", *flags, expect=2)
@@ -129,6 +129,9 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, tool):
     assert not (tmp_path / "out").exists()
     told = tune("--resume", "full/checkpoints/step_00000002.pt", *LORA[2:], expect=2)
     assert "lora_rank 0 -> 4" in told
+    made = train.make_model  # by a fork that trains all weights beside the adapters
+    monkeypatch.setattr(train, "make_model", lambda *args: made(*args).requires_grad_(True))
+    assert "--lora_rank: checkpoints would lack the other weights" in tune(*LORA, expect=2)
 
 
 def test_unusual_adapters_are_refused(tmp_path):

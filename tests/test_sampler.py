@@ -41,8 +41,7 @@ def sampler(monkeypatch):
 
 
 def test_a_look_skips_torch_and_the_standard_library(sampler):
-    outer = Watched()
-    through_libraries(outer)
+    through_libraries(Watched())
     frame = FRAMES.pop()
     for _ in range(LEAST - 1):
         sampler.look(frame)

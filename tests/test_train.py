@@ -306,8 +306,7 @@ def test_bits_per_byte_of_a_mixture_are_of_the_bytes_that_were_evaluated(run, tm
         (tmp_path / name).mkdir()
         for split in ("train", "val"):
             writer = TokenWriter(tmp_path / name / f"{split}.bin", 257, tokenizer="bytes")
-            ids = rng.integers(0, 250, n_tokens)
-            writer.add(ids, np.array([n_tokens]), None, size * n_tokens)
+            writer.add(rng.integers(0, 250, n_tokens), np.array([n_tokens]), None, size * n_tokens)
             writer.close()
     sources = ["short:0.1", "long:0.9"]
     run("--data", *sources, "--eval_steps", 2, "--out_dir", "r")

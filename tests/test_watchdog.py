@@ -306,8 +306,7 @@ def test_a_replica_that_drifts_ends_the_run(run, tmp_path, drifts, every, step, 
         def drift(run):  # beside a buffer that is another tensor after each step
             run.model.register_buffer("count", torch.tensor(run.progress.step))
             if rank == drifts and run.progress.step == 5:
-                weight = next(run.model.blocks[1].parameters())
-                weight.data.view(torch.int32).view(-1)[5] ^= 1
+                next(run.model.blocks[1].parameters()).data.view(torch.int32).view(-1)[5] ^= 1
 
         after_updates(drift)
 
