@@ -106,7 +106,7 @@ def test_a_run_goes_on_with_other_ranks_sharded_otherwise(run, tmp_path):
     for i, (ranks, way) in enumerate(places):
         run(*flags, "--out_dir", "moved", "--max_steps", 2 * i + 2, "--parallel", way,
             *(["--auto_resume"] if i else []), ranks=ranks)
-    names = [path.name for path in list_checkpoints(tmp_path / "moved" / "checkpoints")]
+    names = [each.path.name for each in list_checkpoints(tmp_path / "moved" / "checkpoints")]
     assert names == ["step_00000006", "step_00000008.pt", "step_00000010.pt"]
     assert_equal_columns(tmp_path / "whole", tmp_path / "moved", ["train/loss"], rel=1e-5)
     one, other = saved(tmp_path / "whole"), saved(tmp_path / "moved")
