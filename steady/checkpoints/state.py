@@ -205,8 +205,8 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     compared += [] if cfg.eval_only else fixed_options(cfg, "trajectory")
     changed = {name: f"{saved[name]} -> {getattr(cfg, name)}" for name in compared
                if saved[name] != getattr(cfg, name)}
-    if Path(saved["init_from"] or "").name == Path(cfg.init_from or "").name:
-        changed.pop("init_from", None)  # it may have moved
+    if len({Path(name).name for name in (saved["init_from"], cfg.init_from) if name}) < 2:
+        changed.pop("init_from", None)  # it may have moved, or is not needed any more
     if tokenizer_hash(state.get("tokenizer")) != tokenizer_hash(data.tokenizer):
         changed["tokenizer"] = f"{state.get('tokenizer')} -> {data.tokenizer}"
     if not cfg.eval_only:
