@@ -13,9 +13,9 @@ def scalar(value):
     try:
         if not isinstance(value, Tensor):
             return float(value if isinstance(value, (int, float)) else np.mean(value))
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # FSDP's norm
+        value = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()  # FSDP
         # a copy, as a loop may add to the same tensor; in bf16 a sum of ones would end at 256
-        return value.detach().mean(dtype=torch.float32)
+        return value.mean(dtype=torch.float32) if value.dim() else value.clone().float()
     except Exception:  # text, a number too large, a sparse tensor, …
         return math.nan
 

@@ -43,9 +43,9 @@ class Sinks:
         if not row:  # for example, an evaluation without a target
             return
         text = json.dumps({"step": step} | row | {"step": step}, default=str)
-        # JSON has no NaN or infinity; they are written as null, also those in a finding
-        line = json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n"
-        self.use("metrics.jsonl", lambda file: file.write(line))
+        if "NaN" in text or "Infinity" in text:  # JSON has neither: null, also within a finding
+            text = json.dumps(json.loads(text, parse_constant=lambda name: None))
+        self.use("metrics.jsonl", lambda file: file.write(text + "\n"))
         self.use("TensorBoard", lambda board: board.write(step, row))
 
     def close(self):
