@@ -324,8 +324,7 @@ def test_a_damaged_file_of_the_library_is_left_out_from_the_damage_on(tmp_path, 
     content[len(content) // 2 : len(content) // 2 + 2000] = bytes(2000)
     source.write_bytes(content)
     assert f"{source}: cannot be read: " in made(source, expect=2)
-    other = write_jsonl(tmp_path / "other.jsonl", [{"text": "the end"}])
-    told = made(source, other, "--skip_bad")
+    told = made(source, write_jsonl(tmp_path / "b.jsonl", [{"text": "the end"}]), "--skip_bad")
     *documents, last = strings(tmp_path / "o")
     assert documents == texts(2000)[: len(documents)] and last == "the end"
     assert f"left out         {source}: cannot be read" in told

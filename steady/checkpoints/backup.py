@@ -84,7 +84,7 @@ class Backup:
                     self.sent[key] = changed
             kept = {f"checkpoints/{each.path.name}" for each in list_checkpoints(folder)}
             found = remote_checkpoints(self.fs)
-            stray = {file for name in held for file in found.get(name, ())}  # of more ranks
+            stray = {file for name in held for file in found.get(name, ())}  # other parts
             for old in stray - files.keys() | found.keys() - kept - held.keys():
                 self.fs.rm(old, recursive=True)
         except Exception as e:

@@ -87,7 +87,7 @@ class Checkpoint:
         return f"missing or wrong: {', '.join(odd)}" if odd else None
 
     def states(self) -> list[dict]:
-        """The state in each file, tensors mapped; verify it first. ConfigError: another format."""
+        """The state in each file, mapped; verify it first. Raises ConfigError for other formats."""
         found = [read_checkpoint(file) for file in self.files()]
         if (version := found[0]["format"]) != FORMAT:
             raise ConfigError(f"{self}: format {version}; this version reads {FORMAT}; config.yaml "
