@@ -353,6 +353,28 @@ def test_an_id_never_wraps(tmp_path):
     assert read(tmp_path, "val") == [([5, 70000], [1, 1])]
 
 
+def test_a_tokenizer_that_transformers_corrects_as_it_loads_is_kept_so(tmp_path, made):
+    """Those of Mistral models, by a flag: the pattern in their tokenizer.json joins e and Bay."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, "ay", "Bay", "eBay", "</s>", *map(str, range(100, 100_100))]
+    bpe = Tokenizer(models.BPE({word: i for i, word in enumerate(words)},
+                               [("a", "y"), ("B", "ay"), ("e", "Bay")]))
+    split = pre_tokenizers.Split(Regex(r"\p{L}+"), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>").save_pretrained(tmp_path / "t")
+    settings, source = tmp_path / "t/tokenizer_config.json", tmp_path / "a.txt"
+    source.write_text("eBay")
+    (tmp_path / "t/config.json").write_text(
+        json.dumps(dict(model_type="mistral", transformers_version="4.57.1")))
+    for flag, pieces in ((False, ["eBay"]), (True, ["e", "Bay"])):
+        found = json.loads(settings.read_text()) | dict(fix_mistral_regex=flag)
+        settings.write_text(json.dumps(found))
+        made(source, "--tokenizer", tmp_path / "t", "--val_fraction", 0)
+        (ids, _), = read(tmp_path / "o")
+        assert [words[i] for i in ids] == [*pieces, "</s>"]
+
+
 def test_a_tokenizer_folder_of_somebody_else_is_left_alone(tmp_path, made, tokenizer):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     mine = tmp_path / "o/tokenizer/mine.txt"

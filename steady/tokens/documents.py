@@ -151,5 +151,4 @@ def places_of(file: TokenFile, seq_len: int) -> tuple[int, np.ndarray, np.ndarra
         return int(keep.sum()), begins, ends, ends - begins - 1
     places = np.stack((begins + 1, np.minimum(ends, begins + 1 + seq_len)), 1).ravel()
     counted = file.mask[: places.max(initial=0)]  # reduceat takes no place at the very end
-    targets = np.add.reduceat(counted, places[:-1], dtype=np.int64)[::2]
-    return len(begins), begins, ends, targets
+    return len(begins), begins, ends, np.add.reduceat(counted, places[:-1], dtype=np.int64)[::2]

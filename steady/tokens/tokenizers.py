@@ -98,10 +98,10 @@ def byte_tokenizer():
 def keep_tokenizer(source: Path, target: Path):
     """Copy the tokenizer files of a model, and add those that it lacks. Raises ConfigError."""
     load_tokenizer(str(source)).save_pretrained(target)
-    made = read_json(target / SETTINGS)
+    made, own = read_json(target / SETTINGS), read_json(source / SETTINGS)
     for file in {file for pattern in OWN for file in source.glob(pattern)}:
-        shutil.copyfile(file, target / file.name)
-    own = read_json(target / SETTINGS)
+        if file.name != "tokenizer.json" or not own.get("fix_mistral_regex"):  # else: as fixed
+            shutil.copyfile(file, target / file.name)
     changes = {} if "tokenizer_class" in own else made | own  # else config.json decides
     if made["tokenizer_class"] == GENERIC:
         changes["tokenizer_class"] = GENERIC
