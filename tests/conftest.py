@@ -210,6 +210,17 @@ def in_clone(clone: Path, argv: list, before=lambda: None, **ranks) -> "Process"
     return Process(clone, [], hook, **ranks)
 
 
+def before(owner, name: str, do, put=setattr):
+    """From now on `do(*args)` precedes each call of `owner.name`, or raises in its place."""
+    plain = getattr(owner, name)
+
+    def call(*args, **options):
+        do(*args)
+        return plain(*args, **options)
+
+    put(owner, name, call)
+
+
 def after_updates(do, put=setattr):
     """From now on `do(run)` follows the update of each step."""
     plain = train.Run.advance

@@ -13,6 +13,7 @@ from conftest import (
     Process,
     after_updates,
     assert_same_end,
+    before,
     column,
     contents,
     poison,
@@ -117,16 +118,13 @@ def test_an_evaluation_that_failed_is_made_up_for(run, tmp_path, monkeypatch):
 def test_best_agrees_with_best_loss_after_a_restart(run, tmp_path, module, name, code):
     """The loss falls at each evaluation: the newest is the best."""
     def hook(rank):
-        plain = getattr(module, name)
-
-        def call(path, other):
+        def fail(path, other):
             if "00000008" in path.name:
                 if code:
                     os._exit(code)
                 raise OSError(28, "No space left on device")
-            plain(path, other)
 
-        setattr(module, name, call)
+        before(module, name, fail)
 
     run("--eval_interval", 4, "--save_interval", 6, "--learning_rate", 0.02, "--out_dir", "r",
         hook=hook, expect=code)

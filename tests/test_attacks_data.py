@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import TINY, Process, after_updates, contents, rows, wait_for
+from conftest import TINY, Process, after_updates, before, contents, wait_for
 from test_prepare import command, made, read, strings, texts, tokenizer, write_jsonl, zstd
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -240,13 +240,9 @@ def test_a_library_that_is_missing_is_no_bad_file(tmp_path, made, monkeypatch):
 @pytest.fixture
 def sizes(monkeypatch) -> list[int]:
     """In bytes, of each text that is tokenized."""
-    sizes, plain = [], Encoder.tokenize
-
-    def tokenize(encoder, texts, *args):
-        sizes.extend(len(text.encode()) for text in texts)
-        return plain(encoder, texts, *args)
-
-    monkeypatch.setattr(Encoder, "tokenize", tokenize)
+    sizes = []
+    before(Encoder, "tokenize", lambda encoder, texts, *_: sizes.extend(
+        len(text.encode()) for text in texts), monkeypatch.setattr)
     return sizes
 
 
@@ -313,9 +309,8 @@ def test_two_preparations_into_one_folder(tmp_path, made, end):
         def wait(*folders):
             (tmp_path / "ready").touch()
             wait_for(tmp_path / "go")
-            publish(*folders)
 
-        publish, prepare.publish = prepare.publish, wait
+        before(prepare, "publish", wait)
         os._exit(prepare.main([*map(str, [source, *flags])]))
 
     process = Process(tmp_path, [], hook)

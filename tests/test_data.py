@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, contents, largest_file
+from conftest import ROOT, before, contents, largest_file
 
 from data import load_mixture
 from steady.options import ConfigError
@@ -143,8 +143,8 @@ def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
 
 def test_position_a_trillion_costs_the_same(tmp_path, monkeypatch):
     mixture = load_mixture([str(token_folder(tmp_path, n=100_000))], "train", 10, seed=1)
-    plain, hashed = order_room.mix, []
-    monkeypatch.setattr(order_room, "mix", lambda x: hashed.append(len(x)) or plain(x))
+    hashed = []
+    before(order_room, "mix", lambda x: hashed.append(len(x)), monkeypatch.setattr)
 
     def work(position):
         hashed.clear()
@@ -274,16 +274,11 @@ def test_the_default_data_recover(tmp_path, monkeypatch):
     for i in range(99):
         (tmp_path / f"lib/{i}.py").write_text(f"print({i})\n" * 50)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    plain, whole = os.replace, None
+    whole = None
     for kept in (99, 0, 1, 2, 3, 4, 5):
         left = iter(range(kept))
-
-        def replace(source, target, left=left):
-            next(left)  # at the end StopIteration, in place of the kill
-            plain(source, target)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", replace)
+        with monkeypatch.context() as patch:  # at its end StopIteration, in place of the kill
+            before(os, "replace", lambda *_, left=left: next(left), patch.setattr)
             with contextlib.suppress(StopIteration):
                 stdlib("train")
         folder = Path(stdlib("train"))

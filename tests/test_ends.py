@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import TINY, after_updates, assert_same_end, column, rows, saved, steps
+from conftest import TINY, after_updates, assert_same_end, before, column, rows, saved, steps
 
 import config
 import train
@@ -94,13 +94,11 @@ def clock(monkeypatch):
                                                           time=lambda: 1000.0 + now[0]))
     monkeypatch.setattr(deadline, "process_age_seconds", lambda: 10.0)
     monkeypatch.setattr(deadline, "SETTING_STEP", 5)
-    plain = train.Run.advance
 
-    def advance(self):
+    def pass_by(run):
         now[0] += 2.0
-        plain(self)
 
-    monkeypatch.setattr(train.Run, "advance", advance)
+    before(train.Run, "advance", pass_by, monkeypatch.setattr)
     return now
 
 

@@ -27,6 +27,7 @@ from conftest import (
     Process,
     after_updates,
     assert_same_end,
+    before,
     column,
     contents,
     largest_file,
@@ -93,13 +94,8 @@ def long_run(folder: Path, corpus: Path, *flags, ranks=1) -> list[Process]:
     (checkpoint, "find_corruption", 2), (os, "replace", 6), (writer, "rotate", 2)])
 def test_killed_at_a_bad_moment(run, tmp_path, owner, name, number):
     def hook(rank):
-        def call(*args, **options):
-            if next(calls) == number:
-                os._exit(9)
-            return plain(*args, **options)
-
-        plain, calls = getattr(owner, name), itertools.count(1)
-        setattr(owner, name, call)
+        calls = itertools.count(1)
+        before(owner, name, lambda *_: next(calls) == number and os._exit(9))
 
     run(*FLAGS, "--save_interval", 2, "--keep_checkpoints", 1, "--out_dir", "r", hook=hook,
         expect=9)
@@ -114,22 +110,16 @@ def test_a_checkpoint_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeyp
     """The order of the calls that matters when the power fails, which no test can provoke."""
     calls = []
 
-    def record(owner, name):
-        plain = getattr(owner, name)
-
-        def call(*args):
-            if name == "fsync":
-                calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{args[0]}")))
-            calls.append(name)
-            if name == "posix_fadvise":
-                raise OSError(errno.EINVAL, "not on this file system")  # it is only advice
-            return plain(*args)
-
-        monkeypatch.setattr(owner, name, call)
+    def record(name, *args):
+        if name == "fsync":
+            calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{args[0]}")))
+        calls.append(name)
+        if name == "posix_fadvise":
+            raise OSError(errno.EINVAL, "not on this file system")  # it is only advice
 
     for owner, name in ((torch, "save"), (os, "fsync"), (os, "posix_fadvise"),
                         (checkpoint, "find_corruption"), (os, "replace")):
-        record(owner, name)
+        before(owner, name, partial(record, name), monkeypatch.setattr)
     writer.write_checkpoint(tmp_path / "c.pt", {"weight": torch.arange(10_000)})
     assert calls == ["save", f"c.pt.tmp-{os.getpid()}", "fsync", "posix_fadvise",
                      "find_corruption", "replace", tmp_path.name, "fsync"]
@@ -269,10 +259,9 @@ def test_the_newest_and_the_best_are_kept(run, tmp_path, monkeypatch):
     def fsync(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(next(numbers), "not on this file system")
-        plain(descriptor)
 
-    plain, numbers = os.fsync, itertools.cycle([errno.EINVAL, errno.EBADF, errno.ENOTSUP])
-    monkeypatch.setattr(os, "fsync", fsync)
+    numbers = itertools.cycle([errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+    before(os, "fsync", fsync, monkeypatch.setattr)
     monkeypatch.setattr(os, "link", raising(PermissionError(errno.EPERM, "no hard links")))
     monkeypatch.setattr(train, "evaluate", lambda run: float(run.progress.step))
     flags = ["--keep_checkpoints", 1, "--eval_interval", 2, "--save_interval", 1]
@@ -325,19 +314,16 @@ def test_fewer_checkpoints_make_room_on_a_full_disk(run, tmp_path, monkeypatch):
     def save(*args):
         if len(steps(tmp_path / "r")) > 1:
             raise RuntimeError("PytorchStreamWriter failed") from full
-        write_checkpoint(*args)
 
     def write_yaml(*args):
         if len(steps(tmp_path / "r")) > 1:
             raise full
-        plain(*args)
 
-    write_checkpoint, plain = writer.write_checkpoint, run_dir.write_yaml
-    monkeypatch.setattr(writer, "write_checkpoint", save)
+    before(writer, "write_checkpoint", save, monkeypatch.setattr)
     flags = ["--save_interval", 1, "--eval_interval", 0]
     told = run("--out_dir", "r", *flags, "--keep_checkpoints", 4, expect=1)
     assert "--keep_checkpoints" in told.splitlines()[-1] and steps(tmp_path / "r") == [1, 2]
-    monkeypatch.setattr(run_dir, "write_yaml", write_yaml)
+    before(run_dir, "write_yaml", write_yaml, monkeypatch.setattr)
     told = run("--auto_resume", "--out_dir", "r", "--keep_checkpoints", 1, bare=True)
     assert steps(tmp_path / "r") == [12] and "Traceback" not in told
 
@@ -361,21 +347,16 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(run, name, limit):
 
 def test_transient_errors_are_retried_and_others_not(run, tmp_path, monkeypatch, finished):
     """In saving, in naming the best, and in reading, which this run does itself."""
-    def failing(plain, calls, errors):
-        def call(*args):
-            if number := errors.get(next(calls)):
-                raise OSError(number, os.strerror(number))
-            return plain(*args)
+    def fail(calls, errors, *_):
+        if number := errors.get(next(calls)):
+            raise OSError(number, os.strerror(number))
 
-        return call
-
-    saves, reads, slept = itertools.count(1), itertools.count(1), []
-    monkeypatch.setattr(torch, "save", failing(
-        torch.save, saves, {1: errno.EIO, 2: errno.EIO, 4: errno.EACCES}))
-    monkeypatch.setattr(checkpoint, "link", failing(
-        checkpoint.link, itertools.count(1), {1: errno.EIO}))
-    monkeypatch.setattr(data.Mixture, "batch", failing(
-        data.Mixture.batch, reads, {5: errno.EIO, 6: errno.EIO}))
+    saves, slept = itertools.count(1), []
+    for owner, name, calls, errors in (
+            (torch, "save", saves, {1: errno.EIO, 2: errno.EIO, 4: errno.EACCES}),
+            (checkpoint, "link", itertools.count(1), {1: errno.EIO}),
+            (data.Mixture, "batch", itertools.count(1), {5: errno.EIO, 6: errno.EIO})):
+        before(owner, name, partial(fail, calls, errors), monkeypatch.setattr)
     monkeypatch.setattr(disk.time, "sleep", slept.append)
     output = run("--out_dir", "r", "--save_interval", 4, "--eval_interval", 12, "--num_workers", 0)
     assert output.count("tried again") == 5 and steps(tmp_path / "r") == [4, 12]
@@ -427,14 +408,11 @@ def test_one_writer_per_directory_whose_loader_workers_do_not_die_first(run, cor
 def test_the_lock_of_a_directory_that_is_moved_away_is_none(run, tmp_path, monkeypatch):
     """Another process with --overwrite does so between the opening of the file and the lock."""
     run("--out_dir", "r")
-    plain = fcntl.lockf
-
-    def lockf(*args):
+    def move(*args):
         if (tmp_path / "r").exists():
             (tmp_path / "r").rename(tmp_path / "r.old")
-        return plain(*args)
 
-    monkeypatch.setattr(fcntl, "lockf", lockf)
+    before(fcntl, "lockf", move, monkeypatch.setattr)
     with pytest.raises(ConfigError, match="is writing there"):
         run_dir.acquire_lock(tmp_path / "r")
 
@@ -537,15 +515,13 @@ def test_a_save_is_waited_for_unless_ctrl_c_comes_again(corpus, tmp_path, again)
     started, received, go = (tmp_path / name for name in ("started", "received", "go"))
 
     def hook():
-        save, handle = writer.write_checkpoint, Stop.handle
-
-        def write(path, state):
+        def wait(path, state):
             if "step_00000008" in path.name:
                 started.touch()
                 wait_for(go, 1000)
-            save(path, state)
 
-        writer.write_checkpoint = write
+        handle = Stop.handle
+        before(writer, "write_checkpoint", wait)
         Stop.handle = lambda *args: (handle(*args), received.touch())
 
     flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 100]

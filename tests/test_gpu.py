@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import column, saved, tiny_config
+from conftest import before, column, saved, tiny_config
 from torch import nn
 
 import train
@@ -77,13 +77,8 @@ def test_a_resume_is_exact(run, deterministic, device, precision):
 @on_each
 def test_a_checkpoint_is_of_one_step_although_training_goes_on(run, tmp_path, monkeypatch,
                                                                deterministic, device):
-    plain = Writer.write
-
-    def write(self, *args):
-        time.sleep(0.05)  # meanwhile the next step is made
-        plain(self, *args)
-
-    monkeypatch.setattr(Writer, "write", write)
+    # meanwhile the next step is made
+    before(Writer, "write", lambda *_: time.sleep(0.05), monkeypatch.setattr)
     flags = [*CPU, "--device", device, "--keep_checkpoints", "20", "--eval_interval", "0"]
     run(*flags, "--save_interval", "1", "--out_dir", "often")
     run(*flags, "--save_interval", "8", "--out_dir", "once")

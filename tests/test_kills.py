@@ -13,7 +13,7 @@ from multiprocessing import RawValue
 from pathlib import Path
 
 import pytest
-from conftest import TINY, column, poison, processes
+from conftest import TINY, before, column, poison, processes
 
 import data
 import train
@@ -31,9 +31,7 @@ KEPT = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step"
 
 def count_and_die(rank: int, count, die_at: int):
     """In each process: samples 64 to 95 are poison; count what happens, die at number `die_at`."""
-    plain_rate, plain_add = train.learning_rate, data.Batch.add_by_dataset
-
-    def event():
+    def event(*_):
         count.value += 1
         if count.value == die_at:
             signal.raise_signal(signal.SIGKILL)
@@ -42,18 +40,11 @@ def count_and_die(rank: int, count, die_at: int):
         if name in FILE_EVENTS and "runs/" in str(args[0]):
             event()
 
-    def learning_rate(step, cfg):
-        event()
-        return plain_rate(step, cfg)
-
-    def add_by_dataset(*args):
-        event()
-        plain_add(*args)
-
     writer.PATIENCE = 10.0  # a killed rank writes nothing
     sys.addaudithook(audit)
     poison(64, 96)
-    train.learning_rate, data.Batch.add_by_dataset = learning_rate, add_by_dataset
+    before(train, "learning_rate", event)
+    before(data.Batch, "add_by_dataset", event)
 
 
 def end_of(run: Path) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, column, processes
+from conftest import TINY, before, column, processes
 
 from steady.checkpoints import checkpoint, writer
 from steady.checkpoints.backup import Backup
@@ -56,12 +56,12 @@ def test_the_next_older_one_is_taken(run, copy):
 
 def test_a_checkpoint_that_is_deleted_as_it_is_read_has_a_newer_one(copy, monkeypatch):
     """As in a command on a run that goes on with --keep_checkpoints 1."""
-    plain, (*older, newest) = Checkpoint.find_damage, list_checkpoints(copy / "checkpoints")
+    *older, newest = list_checkpoints(copy / "checkpoints")
     for each in older:
         shutil.rmtree(each.path)
     newer = newest.path.with_name("step_00000008")
-    monkeypatch.setattr(Checkpoint, "find_damage", lambda self: (
-        self == newest and newest.path.rename(newer), plain(self))[1])
+    before(Checkpoint, "find_damage",
+           lambda self: self == newest and newest.path.rename(newer), monkeypatch.setattr)
     assert latest_valid(copy / "checkpoints", ours=False).path == newer
 
 
@@ -85,18 +85,14 @@ def write_parts(folder: Path, ranks, size: int = 2, number: int = 7):
 
 
 def test_a_part_and_its_folder_are_synced(tmp_path, monkeypatch):
-    calls, plain, before = [], os.fsync, len(os.listdir("/proc/self/fd"))
-
-    def fsync(descriptor):
-        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        plain(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    calls, opened = [], len(os.listdir("/proc/self/fd"))
+    before(os, "fsync", lambda descriptor: calls.append(
+        os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))), monkeypatch.setattr)
     write_parts(tmp_path, (1, 0))
     draft = "step_00000001.tmp-7"
     parts = [name for rank in (1, 0) for name in (f"rank_{rank}_of_2.pt.tmp-{os.getpid()}", draft)]
     assert calls == [*parts, draft, tmp_path.name]  # a part may come after rank 0's
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_a_part_is_written_though_its_folder_gets_its_name_meanwhile(tmp_path, monkeypatch):
@@ -132,10 +128,10 @@ def test_a_folder_that_gets_its_name_meanwhile_is_whole_or_absent(tmp_path):
 def test_a_rank_that_writes_nothing_leaves_the_old_checkpoint(monkeypatch, tmp_path):
     monkeypatch.setattr(writer, "PATIENCE", 0.1)
     write_parts(tmp_path, (1, 0))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.pt")}
+    whole = {path: path.read_bytes() for path in tmp_path.rglob("*.pt")}
     with pytest.raises(OSError, match="not written, or not to a file system .* rank_1_of_2.pt"):
         write_parts(tmp_path, (0,), number=8)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == whole
     write_parts(tmp_path, (1,), number=8)  # its part comes late, and goes with the next save
     write_parts(tmp_path, (1, 0), number=9)  # the same step once more, as after an evaluation
     (path,) = tmp_path.iterdir()
@@ -161,14 +157,11 @@ def test_what_a_killed_process_left_is_named_if_whole_and_else_deleted(tmp_path,
 
 def test_weights_of_one_rank_that_are_not_finite_are_saved_by_none(run, tmp_path):
     def hook(rank):
-        plain = Writer.save
-
-        def save(self, step, state, *args):
+        def spoil(writer, step, state, *_):
             if step == 2 and rank == 1:
                 state["model"] = dict(state["model"], odd=torch.tensor([math.nan]))
-            plain(self, step, state, *args)
 
-        Writer.save = save
+        before(Writer, "save", spoil)
 
     told = run(*FLAGS, "--out_dir", "r", "--eval_interval", 0, ranks=2, hook=hook)
     assert told.count("step 2: the weights are not finite; not saved") == 2
@@ -256,9 +249,8 @@ def test_a_file_takes_the_place_of_parts_and_the_best_parts(copy):
 @pytest.mark.slow
 def test_resume_is_verified_in_parts(run):
     """And every rank knows that the ends differ."""
-    def late(rank):
-        plain = verify.from_rank0  # which rank 1 reads late: it must still be there
-        verify.from_rank0 = lambda *args: (time.sleep(0.5 * rank), plain(*args))[1]
+    def late(rank):  # rank 1 reads it late: it must still be there
+        before(verify, "from_rank0", lambda *_: time.sleep(0.5 * rank))
 
     def differ(rank):
         verify.checkpoints.compare = lambda *ends: (3, ["model.head"])

@@ -17,7 +17,7 @@ from unicodedata import ucd_3_2_0
 
 import numpy as np
 import pytest
-from conftest import ROOT, contents, environment, python
+from conftest import ROOT, before, contents, environment, python
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -456,17 +456,15 @@ def test_new_files_are_in_place_before_they_can_be_taken(tmp_path, made, monkeyp
     """Stopped anywhere while the old are replaced, there is no dataset made of both."""
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": t, "completion": t} for t in texts(50)])
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in texts(60, 1)])
-    plain = prepare.Path.rename
     for fails_at in range(6):
         moved = iter(range(99))
 
-        def rename(self, target, moved=moved, fails_at=fails_at):
+        def fail(*_, moved=moved, fails_at=fails_at):
             if next(moved) == fails_at:
                 raise KeyboardInterrupt
-            return plain(self, target)
 
         made(source, "--val_fraction", 0.2)
-        monkeypatch.setattr(prepare.Path, "rename", rename)
+        before(prepare.Path, "rename", fail, monkeypatch.setattr)
         prepare.main([str(other), "--out", str(tmp_path / "o"), "--val_fraction", "0.2"])
         monkeypatch.undo()
         assert find_files(str(tmp_path / "o"), "train") == []

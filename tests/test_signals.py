@@ -16,6 +16,7 @@ from conftest import (
     TINY,
     Process,
     assert_same_end,
+    before,
     column,
     free_port,
     rows,
@@ -41,15 +42,14 @@ LONG = ["--out_dir", "run", "--max_steps", 100_000, "--save_interval", 4, "--eva
 
 def at_batch(n: int, act) -> list:
     """Call act() at batch number n of the evaluations; a list that counts them; for a hook."""
-    plain, batches = Means.add, []
+    batches = []
 
-    def add(*args):
+    def count(*_):
         batches.append(1)
         if len(batches) == n:
             act()
-        return plain(*args)
 
-    Means.add = add
+    before(Means, "add", count)
     return batches
 
 
@@ -137,13 +137,12 @@ def test_a_signal_in_the_last_upload_ends_it(run, tmp_path):
         def close(self, asked):
             self.thread.join()
             backup.Backup.upload = upload
-            plain(self, asked)
 
         def upload(self, checkpoint):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1000)
 
-        plain, backup.Backup.close = backup.Backup.close, close
+        before(backup.Backup, "close", close)
 
     printed = run(*FLAGS, "--backup_to", f"file://{tmp_path}/b", hook=hook, expect=143)
     assert "warning: stopped before the backup of " in printed and steps(tmp_path / "r")[-1] == 12
@@ -197,16 +196,13 @@ def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, 
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
         if libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=1m"):
             os._exit(75)
-        plain = data.Mixture.batch
-
-        def batch(self, start, stop):
+        def fill(mixture, start, stop):
             if start >= step * 8:  # again at each batch, for the room that came back
                 with contextlib.suppress(OSError), open("/dev/shm/full", "ab", 0) as file:
                     while file.write(bytes(1 << 12)):
                         pass
-            return plain(self, start, stop)
 
-        data.Mixture.batch = batch
+        before(data.Mixture, "batch", fill)
 
     process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--num_workers", 1], hook)
     code = process.code(60)

@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+from conftest import before
 from test_monitor import Clock, make, spend, step
 from test_slower import codes, row_of
 
@@ -56,13 +57,10 @@ def provoke(run, tmp_path, monkeypatch):
     """provoke(clock, *flags) → (events that the report of a run names, what it printed)."""
 
     def provoke(clock, *flags, intervals=22, **how):
-        plain = train.seed_everything
-
-        def seeded(seed, step, rank):  # at the beginning of each step
+        def begin_step(seed, step, rank):
             clock.step = step
-            plain(seed, step, rank)
 
-        monkeypatch.setattr(train, "seed_everything", seeded)
+        before(train, "seed_everything", begin_step, monkeypatch.setattr)
         told = run("--max_steps", intervals * clock.interval, "--log_interval", clock.interval,
                    "--out_dir", "r", "--eval_interval", 0, "--save_interval", 0,
                    "--n_layer", 1, "--seq_len", 16, "--batch_size", 4, *flags, **how)
@@ -75,16 +73,6 @@ def slowdowns(folder) -> list:
     return [found for found in report(folder)["findings"] if found.code == "slower"]
 
 
-def before_each(monkeypatch, owner, name: str, do):
-    plain = getattr(owner, name)
-
-    def call(*args, **kwargs):
-        do(*args)
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, call)
-
-
 def the_event(events, clock, kind="step"):
     """Without noise there is one event and no other."""
     (event,) = events
@@ -93,7 +81,7 @@ def the_event(events, clock, kind="step"):
 
 
 def test_data_stalls(provoke, monkeypatch, clock):
-    before_each(monkeypatch, data.Mixture, "batch", lambda *_: clock.advance(0.03 * clock.late))
+    before(data.Mixture, "batch", lambda *_: clock.advance(0.03 * clock.late), monkeypatch.setattr)
     events, told = provoke(clock)
     event = the_event(events, clock)
     assert "warning: step" in told and "slower since about step" in told
@@ -106,7 +94,7 @@ def test_garbage_collection(provoke, monkeypatch, clock):
     def collect(when, info):
         clock.advance(0.02 * (when == "stop" and clock.late))
 
-    before_each(monkeypatch, train, "update", lambda *_: clock.late and gc.collect())
+    before(train, "update", lambda *_: clock.late and gc.collect(), monkeypatch.setattr)
     gc.callbacks.append(collect)
     try:
         events, _ = provoke(clock)
@@ -125,7 +113,7 @@ def test_a_list_that_is_rewritten_at_each_save(provoke, monkeypatch, clock):
             clock.advance(len(history) * 1e-7)
         run.monitor.phase(previous)
 
-    before_each(monkeypatch, train, "save_checkpoint", rewrite)
+    before(train, "save_checkpoint", rewrite, monkeypatch.setattr)
     events, _ = provoke(clock, "--save_interval", clock.interval, intervals=30)
     event = the_event(events, clock, "checkpoint")
     assert event.values["creeps"] and codes(event) == ["checkpoint grows"]
@@ -137,14 +125,14 @@ def test_a_list_that_is_rewritten_at_each_save(provoke, monkeypatch, clock):
     ("logging", telemetry.TensorBoard, "write", ["--tensorboard"]),
     ("evaluation", train, "eval_batches", ["--eval_interval", Driven.interval])])
 def test_what_is_slow_between_steps(provoke, monkeypatch, clock, phase, owner, name, flags):
-    before_each(monkeypatch, owner, name, lambda *_: clock.advance(0.5 * clock.late))
+    before(owner, name, lambda *_: clock.advance(0.5 * clock.late), monkeypatch.setattr)
     event = the_event(provoke(clock, *flags)[0], clock, phase)
     assert not event.values["creeps"] and codes(event) == [phase]
 
 
 def test_longer_sequences_are_more_work_and_not_slower(provoke, monkeypatch, clock):
-    before_each(monkeypatch, train.Transformer, "forward",
-                lambda model, tokens, *_: clock.advance(tokens.numel() * 1e-4))
+    before(train.Transformer, "forward",
+           lambda model, tokens, *_: clock.advance(tokens.numel() * 1e-4), monkeypatch.setattr)
     step, size = clock.slow_from, ["--d_model", 64, "--seq_len"]
     provoke(clock, "--max_steps", step, "--save_interval", clock.interval, *size, 64)
     events, told = provoke(clock, "--resume", f"r/checkpoints/step_{step:08d}.pt", *size, 256,
@@ -163,7 +151,7 @@ def test_recompilation(provoke, monkeypatch, clock):
             stats["unique_graphs"] += 1
             clock.advance(0.02)
 
-    before_each(monkeypatch, train.Transformer, "forward", compile_again)
+    before(train.Transformer, "forward", compile_again, monkeypatch.setattr)
     assert "compilations" in codes(the_event(provoke(clock)[0], clock))
 
 
@@ -250,8 +238,8 @@ def test_simulated_runs():
 def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, tool, monkeypatch, clock):
     for name, seconds in (("a", 0.005), ("b", 0.02)):
         with monkeypatch.context() as patch:
-            before_each(patch, train.Transformer, "forward",
-                        lambda *_, seconds=seconds: clock.advance(seconds))
+            before(train.Transformer, "forward",
+                   lambda *_, seconds=seconds: clock.advance(seconds), patch.setattr)
             run("--max_steps", 40, "--out_dir", name)
     assert "verdict" in tool(main, "a").out
     table = tool(main, "a", "b").out

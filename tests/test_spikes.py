@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import assert_same_end, column, saved
+from conftest import assert_same_end, before, column, saved
 
 import train
 from steady.checkpoints.checkpoint import checkpoint_at, compare
@@ -25,21 +25,20 @@ def higher_loss(losses):
 def plant(monkeypatch):
     """plant(step, …, how=…) changes the losses of these steps, on one rank; eight steps suffice."""
     planted, now = {}, [0]
-    plain_seed, plain_forward = train.seed_everything, train.Transformer.forward
+    plain = train.Transformer.forward
 
-    def seed_everything(seed, step, rank):
+    def begin_step(seed, step, rank):
         now[0] = step + 1
-        plain_seed(seed, step, rank)
 
     def forward(self, *batch, **named):
-        losses, how = plain_forward(self, *batch, **named), planted.get(now[0])
+        losses, how = plain(self, *batch, **named), planted.get(now[0])
         mine = os.environ.get("RANK", "1") == "1"
         return how(losses) if self.training and how and mine else losses
 
     def plant(*steps, how):
         planted.update(dict.fromkeys(steps, how))
 
-    monkeypatch.setattr(train, "seed_everything", seed_everything)
+    before(train, "seed_everything", begin_step, monkeypatch.setattr)
     monkeypatch.setattr(train.Transformer, "forward", forward)
     monkeypatch.setattr(spikes, "NEEDED", 8)
     return plant

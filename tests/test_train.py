@@ -22,6 +22,7 @@ from conftest import (
     Process,
     after_updates,
     assert_same_end,
+    before,
     column,
     events_of,
     rows,
@@ -359,8 +360,7 @@ def test_patience_ends_a_run_with_its_best_weights(run, tmp_path, monkeypatch):
 def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatch):
     """On CUDA the copy may still be under way when the save has returned: nothing is temporary, no
     memory is freed, and averages wait for it before they are the weights, here for a sample."""
-    runs, saved, plain_set_up, plain_save = [], [], train.set_up, writer.Writer.save
-    calls = []
+    runs, saved, calls, set_up = [], [], [], train.set_up
 
     def pointers(value) -> set[int]:
         if isinstance(value, torch.Tensor):
@@ -374,14 +374,11 @@ def test_what_a_checkpoint_copies_is_there_until_the_next_update(run, monkeypatc
                 [r.guard.nonfinite, r.guard.spikes.window]]
         saved.append(pointers(state) - pointers(kept))
         calls.append("save")
-        plain_save(self, step, state, *how)
 
-    monkeypatch.setattr(train, "set_up", lambda *a: runs.append(plain_set_up(*a)) or runs[-1])
-    monkeypatch.setattr(writer.Writer, "save", save)
+    monkeypatch.setattr(train, "set_up", lambda *a: runs.append(set_up(*a)) or runs[-1])
+    before(writer.Writer, "save", save, monkeypatch.setattr)
     for owner, name in ((writer.Writer, "finish_copy"), (Ema, "exchange"), (memory, "clear_cache")):
-        plain = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, plain=plain, name=name: (
-            calls.append(name), plain(*args))[1])
+        before(owner, name, lambda *_, name=name: calls.append(name), monkeypatch.setattr)
     run("--save_interval", 4, "--sample_interval", 4, "--skip_spikes", 6, "--ema", 0.9,
         "--eval_interval", 6)
     assert len(saved) > 3 and not set().union(*saved)
@@ -411,13 +408,8 @@ class Syncs(TorchDispatchMode):
 def test_an_ordinary_step_never_syncs_with_the_device(run, monkeypatch, flags):
     syncs, per_step, plain_check = Syncs(), [], train.Guard.check
     for name in ("tolist", "numpy", "cpu", "item", "__float__", "__bool__", "__int__"):
-        plain = getattr(torch.Tensor, name)
-
-        def counted(self, *args, plain=plain, name=name):
-            syncs.count[name] += 1
-            return plain(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
+        before(torch.Tensor, name, lambda *_, name=name: syncs.count.update([name]),
+               monkeypatch.setattr)
 
     def check(self, step, ended=False):
         plain_check(self, step, ended)
