@@ -8,7 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import TINY, after_updates, assert_same_end, before, column, rows, saved, steps
+from conftest import (
+    TINY,
+    after_updates,
+    assert_same_end,
+    before,
+    column,
+    poison,
+    rows,
+    saved,
+    steps,
+)
 
 import config
 import train
@@ -104,7 +114,7 @@ def clock(monkeypatch):
 
 def test_steps_fit_into_the_minutes_and_a_resume_keeps_them(run, corpus, tmp_path, clock):
     flags = [*WITHOUT_STEPS, "--data", corpus, "--max_minutes", 1, "--eval_interval", 0,
-             "--save_interval", 3, "--keep_checkpoints", 99]
+             "--save_interval", 3, "--keep_checkpoints", 99, "--on_nonfinite", "rollback"]
     told = run(*flags, "--out_dir", "whole", bare=True)
     # 50 s are left at the start, 40 at step 5; less 2 % and 2 s
     last = 5 + int((40 * 0.98 - 2) / 2)
@@ -117,6 +127,9 @@ def test_steps_fit_into_the_minutes_and_a_resume_keeps_them(run, corpus, tmp_pat
     assert "nothing to do" in run("--auto_resume", "--out_dir", "s", bare=True)
     run("--auto_resume", "--out_dir", "s", "--max_steps", last + 2, bare=True)  # in its place
     assert saved(tmp_path / "s", last + 2)["max_steps"] == UNKNOWN
+    run("--resume", "whole/checkpoints/step_00000003.pt", "--out_dir", "t", "--max_minutes", 2,
+        "--save_interval", 99, "--max_nonfinite", 1, bare=True, hook=lambda rank: poison(80, 96))
+    assert saved(tmp_path / "t")["max_steps"] < UNKNOWN  # set before the rollback to step 3
 
 
 @pytest.mark.parametrize("ends, flags, said", [

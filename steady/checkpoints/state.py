@@ -147,9 +147,8 @@ def restore_progress(run, state: dict):
     if cfg.epochs and not progress.rollbacks:  # the batch size may have changed
         left = cfg.epochs * run.train_data.n_samples - progress.position
         cfg.max_steps = progress.step + max(0, -(-left // cfg.batch_size))
-    progress.max_steps = min(before.max_steps, progress.max_steps)
-    if not cfg.max_minutes or cfg.max_minutes != state["config"].get("max_minutes"):
-        progress.max_steps = UNKNOWN
+    same = cfg.max_minutes == state["config"].get("max_minutes")
+    progress.max_steps = min(before.max_steps, progress.max_steps if same else UNKNOWN)
     cfg.max_steps = min(cfg.max_steps, progress.max_steps)
 
 
