@@ -36,20 +36,19 @@ def finished(corpus, tmp_path_factory) -> Path:
     return folder / "r"
 
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file())
-
-
 def test_the_next_older_one_is_taken(run, copy):
-    """Where a part is damaged or missing."""
+    """Where a part is damaged, missing, or of another step; then the best is made again."""
     folder = copy / "checkpoints"
-    part = files_of(folder / "step_00000006")[1]
+    part = folder / "step_00000006/rank_1_of_2.pt"
     part.write_bytes(part.read_bytes()[:-1])
-    files_of(folder / "step_00000004")[1].unlink()
+    Checkpoint(folder / "step_00000003").link_as_best()
+    os.replace(folder / "step_00000004/rank_1_of_2.pt", folder / "best/rank_1_of_2.pt")
     told = run("--check_checkpoints", "r", bare=True, expect=1)
-    assert told.count(" valid") == 2 and told.count("INVALID") == 2
+    assert told.count(" valid") == 1 and told.count("INVALID") == 3
     assert latest_valid(folder).path.name == "step_00000003"
     assert all((folder / f"step_0000000{n}.set-aside").is_dir() for n in (4, 6))
+    run("--out_dir", "r", "--auto_resume", "--max_steps", 3, bare=True)
+    assert Checkpoint(folder / "best").find_damage() is None
     assert "step_00000003 at step 3" in run(*FLAGS, "--out_dir", "r", "--auto_resume", ranks=2)
     assert Checkpoint(folder / "step_00000006").find_damage() is None
 
@@ -66,14 +65,12 @@ def test_a_checkpoint_that_is_deleted_as_it_is_read_has_a_newer_one(copy, monkey
 
 
 def test_a_part_holds_only_the_rows_of_its_rank(finished):
-    folder = finished / "checkpoints" / "step_00000006"
-    states = Checkpoint(folder).states()
-    whole = Checkpoint(folder).state()
-    for name, tensor in whole["model"].items():
-        pieces = [state["model"][name] for state in states]
+    saved = Checkpoint(finished / "checkpoints" / "step_00000006")
+    for name, tensor in saved.state()["model"].items():
+        pieces = [state["model"][name] for state in saved.states()]
         assert torch.equal(torch.cat(pieces), tensor)
         assert len(pieces[0]) == -(-len(tensor) // 2)
-    sizes = [path.stat().st_size for path in files_of(folder) if path.suffix == ".pt"]
+    sizes = [path.stat().st_size for path in saved.files()]
     assert max(sizes) < 1.1 * min(sizes)
 
 
@@ -227,7 +224,7 @@ def test_commands_read_parts(run, copy):
     for path in ("r/checkpoints/none", "r/checkpoints"):
         told = run("--resume", path, bare=True, expect=2)
         assert "nor a finished checkpoint" in told and "--out_dir RUN," in told
-    part = files_of(copy / "checkpoints" / "step_00000006")[1]
+    part = copy / "checkpoints/step_00000006/rank_1_of_2.pt"
     assert "not a checkpoint of this model" in run("--resume", part, "--out_dir", "r2", expect=2)
     run("--auto_resume", "--out_dir", "r", "--max_steps", 7, bare=True)
     assert list_checkpoints(copy / "checkpoints")[-1].path.name == "step_00000007.pt"

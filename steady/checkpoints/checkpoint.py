@@ -77,13 +77,14 @@ class Checkpoint:
             for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):
                 if wrong:
                     return wrong if file == self.path else f"{file.name}: {wrong}"
-        state = read_checkpoint(files[0])
-        if not isinstance(state, dict):
+        state, *others = map(read_checkpoint, files)  # parts of two saves: a backup was cut short
+        if not all(isinstance(each, dict) for each in (state, *others)):
             return "not a checkpoint"
         if state.get("format") not in (FORMAT, None):
             return None  # `states` refuses it by its version
         odd = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
         odd = odd or [name for name in ("step", "position") if state[name] < 0]
+        odd = odd or ["one step in all parts"] * any(x.get("step") != state["step"] for x in others)
         return f"missing or wrong: {', '.join(odd)}" if odd else None
 
     def states(self) -> list[dict]:

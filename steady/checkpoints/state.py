@@ -189,9 +189,9 @@ def reconcile_best(progress: Progress, run_dir) -> tuple[float, int]:
 def read_best(best: Checkpoint | None) -> tuple | None:
     """(validation loss, step) of a checkpoint that was the best when it was saved; else None."""
     with contextlib.suppress(Exception):  # not verified: readers of its weights do that
-        state = best.states()[0] if best else None
-        if state and 0 < state["best_step"] == state["step"]:
-            return state["best_loss"], state["step"]
+        first, *others = best.states() if best else []
+        if all(0 < each["best_step"] == each["step"] == first["step"] for each in (first, *others)):
+            return first["best_loss"], first["step"]
     return None
 
 
