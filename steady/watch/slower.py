@@ -294,14 +294,14 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
                        of=rise.before, parts=(part,))
     of = float(np.median([points[i]["perf/step_ms"] for i in before]))
     of_phases = rise.series in STEP_PHASES
-    more = {name: grown(series[name], before, after)
-            for name in (STEP_PHASES if of_phases else (COMMON,))}
-    more = {name: ms for name, ms in more.items() if ms > LEAST * of}
     shared = max(0.0, grown(series[COMMON], before, after))
+    names, slowed = (STEP_PHASES, 1 + shared / of) if of_phases else ([COMMON], 1.0)
+    more = {name: slowed * grown(series[name], before, after) for name in names}  # as measured
+    more = {name: ms for name, ms in more.items() if ms > LEAST * of * slowed}
     left = Left(more)
     total = left.total
     take_measured(left, old, new, [points[i] for i in after])
-    take_lines(left, old, new, 1 + shared / of, sources)
+    take_lines(left, old, new, slowed, sources)
     take_waits(left, old, new, shared)
     left.take("data", total, ["data"])
     for column in ("machine/cpu_probe_us", "machine/gpu_probe_us"):
@@ -376,7 +376,7 @@ def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[st
         looks = [row["profile"].get(phase, {}) for row in (old, new)]
         phase_ms = [ms_of(row, phase) for row in (old, new)]
         for ms, error, place in longer_lines(phase_ms, looks, factor):
-            if ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error:
+            if ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error * factor:
                 left.take("line", ms, [phase], line=place, error=error, phase=phase,
                           source=sources.get(parts_of(place)[0], ""))
 
