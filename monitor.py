@@ -159,8 +159,8 @@ class Monitor:
             self.phase(previous)
         if self.parts:
             self.safely(self.tracer.step, step)
-        if self.clock.events and step % max(1, self.log_interval // 8) == 0:
-            self.clock.events.begin(self.clock.current)  # the step that begins now
+        if self.clock.events and step * 0.618034 % 1 * (self.log_interval // 8) < 1:
+            self.clock.events.begin(self.clock.name)  # golden ratio: at no period of the loop's
 
     def write(self, step: int, row: dict):
         """Write a row to metrics.jsonl and the other sinks."""

@@ -37,7 +37,7 @@ class Clock:
         self.name, self.since = str(name), now
         self.current = name if name in PHASES else "other"
         if self.events:
-            self.events.mark(self.current)
+            self.events.mark(self.name)
         return ended
 
     def end_step(self):
@@ -65,7 +65,8 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.window_ms.clear()
         if self.events and (sampled := self.events.means()):
-            ms, window = ms | sampled, self.events.take()
+            ms = {name: ms[name] for name in OUTSIDE_PHASES} | sampled
+            window = self.events.take()
         return ms, window
 
 
@@ -101,14 +102,15 @@ class DeviceTimes:
     def means(self) -> dict[str, float]:
         """Mean ms by phase over the steps read since take; {} without any."""
         while self.done and self.done[0][-1][1].query():
-            ms = defaultdict(float)
+            ms = defaultdict(float, dict.fromkeys(STEP_PHASES, 0.0))
             for (phase, event), (_, following) in itertools.pairwise(self.done.popleft()):
                 ms[phase] += event.elapsed_time(following)
+            ms["other"] += sum(ms[name] for name in ms.keys() - {*STEP_PHASES})
             self.steps.append(ms)
-        return {name: sum(ms[name] for ms in self.steps) / len(self.steps)
-                for name in STEP_PHASES if self.steps}
+        names = dict.fromkeys(itertools.chain(*self.steps))
+        return {name: sum(ms[name] for ms in self.steps) / len(self.steps) for name in names}
 
     def take(self) -> list[float]:
         """ms of each step read since the last call."""
         taken, self.steps = self.steps, []
-        return [sum(ms.values()) for ms in taken]
+        return [sum(ms[name] for name in STEP_PHASES) for ms in taken]

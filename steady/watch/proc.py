@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")  # /proc and /sys are below it
@@ -12,11 +13,9 @@ ROOT = Path("/")  # /proc and /sys are below it
 
 def read(path: str) -> str:
     """The text of a file below ROOT; "" if it cannot be read."""
-    try:
-        with open(f"{ROOT}/{path}", "rb", 0) as file:  # three times as fast as a text file
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    with suppress(OSError), open(f"{ROOT}/{path}", "rb", 0) as file:  # 3 times as fast as text
+        return file.read().decode(errors="replace")
+    return ""
 
 
 def number(path: str, after: str = "") -> float:
@@ -28,10 +27,9 @@ def number(path: str, after: str = "") -> float:
 
 def names(folder: str) -> list[str]:
     """Names of the files in a folder below ROOT; [] if there is no such folder."""
-    try:
+    with suppress(OSError):
         return os.listdir(ROOT / folder)
-    except OSError:
-        return []
+    return []
 
 
 def usable_cores() -> int:
