@@ -9,7 +9,7 @@ from statistics import median
 from steady.watch.findings import Finding, duration
 from steady.watch.history import LOGS, OUTSIDE_PHASES, PHASES, History, read_rows, seconds_of
 from steady.watch.slow import eager, slow
-from steady.watch.slower import BASELINE, is_certain, slowdown
+from steady.watch.slower import BASELINE, is_certain, merge, slowdown
 from steady.watch.trends import RESOURCES, diverged, runs_out
 
 FIGURES = ("train/loss", "val/loss", "val/loss_ema", "val/bits_per_byte", "perf/step_ms_p95",
@@ -100,10 +100,10 @@ def report(run_dir: Path) -> dict:
     for name in ("perf/tokens_per_second", "perf/padding_fraction"):
         if values := [row[name] for row in usual if name in row]:
             figures[name] = median(values)  # the newest may be of a single step
-    out = dict(run=str(run_dir), step=newest, findings=findings(history), judged=len(medians) > 9,
-               reported=list(history.reported), hangs=happened["hang"],
-               anomalies=happened["anomaly"], traces=happened["trace"], figures=figures,
-               seconds=seconds, wall_s=sum(seconds.values()))
+    out = dict(run=str(run_dir), step=newest, findings=findings(history),
+               judged=len(merge(history.rows)) >= 2 * BASELINE, hangs=happened["hang"],
+               reported=list(history.reported), anomalies=happened["anomaly"], figures=figures,
+               traces=happened["trace"], seconds=seconds, wall_s=sum(seconds.values()))
     return out | {"verdict": verdict(out)}
 
 
