@@ -124,7 +124,7 @@ from types import SimpleNamespace
 from steady.watch import sampler
 
 def on_collection(phase, info):
-    if threading.current_thread().name == "sampler":
+    if threading.current_thread().name == "steady sampler":
         time.sleep(2e-4)  # lets the main thread run on
 
 def worth(file):  # none: a look walks the whole stack

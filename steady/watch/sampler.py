@@ -71,7 +71,7 @@ class Sampler:
         self.named = set()  # "FILE:LINE" of the sources already in the file
         self.hurry, self.ended = True, False
         self.models = False  # whether the loop has a phase for its model
-        threading.Thread(target=self.run, name="sampler", daemon=True).start()
+        threading.Thread(target=self.run, name="steady sampler", daemon=True).start()
 
     def run(self):
         jitter = random.Random(0).random  # steps may last as long as a pause
