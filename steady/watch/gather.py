@@ -11,7 +11,7 @@ from torch import Tensor
 def scalar(value):
     """The mean of a tensor in fp32 as [], without a sync; of anything else as a number, or NaN."""
     try:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.is_meta:
             return float(value if isinstance(value, (int, float)) else np.mean(value))
         value = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()  # FSDP
         # a copy, as a loop may add to the same tensor; in bf16 a sum of ones would end at 256
