@@ -65,8 +65,7 @@ class Monitor:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.out_dir = Path(out_dir).absolute() if out_dir is not None and rank == 0 else None
         self.log_interval, self.level, self.group = max(0, log_interval), level, group
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        self.device = device or accelerator or torch.device("cpu")
+        self.device = device or torch.accelerator.current_accelerator(True) or torch.device("cpu")
         self.last_step = last_step if callable(last_step) else lambda: last_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.about, self.columns, self.autopsy, self.trace = about or {}, columns, autopsy, trace
@@ -80,7 +79,7 @@ class Monitor:
             self.dataset_totals = torch.zeros(2, len(self.datasets), device=self.device)
         self.clock = Clock(self.device, level != "off")
         self.phase = self.clock.phase  # (name) → the phase that ends as `name` begins
-        self.parts, self.next_check = [], 0.0
+        self.parts, self.next_check, self.unwritten = [], 0.0, []
         if first_step is not None:
             self.begin(first_step)
 
@@ -98,6 +97,8 @@ class Monitor:
             self.history = self.sinks.history
             self.all_tokens = self.columns().get("train/tokens", self.history.last("train/tokens"))
             self.write(self.newest_step, {"about": {"last_step": self.last_step()} | self.about})
+            for earlier in self.unwritten:
+                self.write(*earlier)
 
     # --- the interface of a loop ---
 
@@ -155,7 +156,8 @@ class Monitor:
             previous = self.phase("logging")
             for anomaly in anomalies:
                 self.safely(self.report_anomaly, anomaly)
-            self.safely(self.write_row, step, row)
+            if self.sinks:
+                self.safely(self.write_row, step, row)
             self.phase(previous)
         if self.parts:
             self.safely(self.tracer.step, step)
@@ -164,7 +166,9 @@ class Monitor:
 
     def write(self, step: int, row: dict):
         """Write a row to metrics.jsonl and the other sinks."""
-        if self.sinks:
+        if self.first_step is None:  # it opens the sinks
+            self.unwritten.append((step, row))
+        elif self.sinks:
             self.sinks.write(step, row)
             self.safely(self.history.append, row | {"step": step})
 
@@ -178,7 +182,8 @@ class Monitor:
         accounted_s = proc.process_age_seconds()
         self.clock.is_cpu, self.clock.events = True, None  # a device that has failed would raise
         self.clock.phase("logging")  # for a watchdog: an upload takes its time
-        self.safely(self.check)
+        if self.parts:
+            self.safely(self.check)
         self.write(self.newest_step, {"seconds": dict(self.clock.seconds)})  # since the last log
         self.clock.take(1)  # so that a second close adds nothing
         self.sinks.close()
@@ -254,19 +259,15 @@ class Monitor:
 
     def write_row(self, step: int, row: dict):
         """Write a row to the files, then the log line, then findings if there are any."""
-        if not self.sinks:
-            return
         for part in self.parts:
             row |= part.read(step)
         self.write(step, row)
         say(log_line(step, self.last_step(), row))
-        if time.perf_counter() >= self.next_check:
+        if self.parts and time.perf_counter() >= self.next_check:
             self.check()
 
     def check(self):
         """Report new findings; the next check waits until this one was CHECK_SHARE of the time."""
-        if not self.parts:
-            return
         began = time.perf_counter()
         self.history.about |= {"last_step": self.last_step() or 0}
         for found in news(self.history):
@@ -278,8 +279,7 @@ class Monitor:
     def report_anomaly(self, row: dict):
         """Write a row, and a warning, about a spike or a step that was not finite."""
         again, step = row.pop("again"), row.pop("step")
-        if self.autopsy:
-            row |= self.autopsy(step, row["rank"])
+        row |= self.autopsy(step, row["rank"]) if self.autopsy else {}
         self.write(step, row)
         if self.sinks and not again:
             say(f"warning: step {step}: {describe_anomaly(row)}")
