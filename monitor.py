@@ -249,8 +249,8 @@ class Monitor:
         if self.level == "off":
             outside = {name: ms[name] * steps / 1e3 for name in OUTSIDE_PHASES}
             return row if "perf/startup_s" in row else row | {"seconds": outside}
-        row |= {f"{'perf' if name in PHASES else 'phase'}/{name}_ms": value
-                for name, value in ms.items() if name != "waiting" or dist.is_initialized()}
+        row |= {f"{'perf' if name in PHASES else 'phase'}/{name}_ms": x for name, x in ms.items()
+                if x or name != "waiting" or dist.is_initialized()}
         if window:
             row["perf/step_ms_median"] = quantile(window, 0.5)
             row["perf/step_ms_p95"] = quantile(window, 0.95)

@@ -307,7 +307,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     for column in ("machine/cpu_probe_us", "machine/gpu_probe_us"):
         ratio = new[column] / old[column] if new.get(column) and old.get(column) else 1.0
         left.take("probe", (ratio - 1) * of, [COMMON], ratio=ratio)
-    left.take("network", total, ["waiting"])
+    left.take("network", total * ("perf/slowest_rank" in new), ["waiting"])
     machine = sum(part.ms for part in left.parts if part.code in OF_MACHINE)
     unclear = sum(part.ms for part in left.parts if part.code == "slow rank")
     if "perf/slowest_rank" in new and ms_of(new, "waiting") < LEAST * of:
