@@ -30,7 +30,7 @@ from steady.watch.sinks import say
 
 SECONDS = 0.1  # between two looks, in the mean
 HURRY = 3  # times as often at first, and while a finding waits for its line
-SWITCH_SECONDS = 5e-4  # how late a look may come while Python computes; the usual 5 ms hide lines
+SWITCH_SECONDS = 5e-5  # how late a look may come while Python computes; else torch's calls hide it
 MOMENT = 1e-2  # seconds that a punctual look waits at most, in the mean the usual 5 ms
 LOOK = threading.Lock()  # or one sampler would restore another's interval, and a fork keep it
 os.register_at_fork(before=LOOK.acquire, after_in_parent=LOOK.release, after_in_child=LOOK.release)
