@@ -226,7 +226,8 @@ def test_a_loop_that_dies_is_continued_or_begun_again(loop):
 @pytest.mark.parametrize("value, mean", [
     (torch.tensor(1).bfloat16(), 1.0), (torch.tensor(2**15).half(), 2**15),
     (torch.ones(3), 1.0), (np.arange(3), 1.0), ([1, 2], 1.5),
-    (np.float32(2), 2.0), ("x", math.nan), (None, math.nan)])
+    (np.float32(2), 2.0), ("x", math.nan), (None, math.nan),
+    (torch.ones(2, device="meta"), math.nan)])
 def test_any_value_is_a_number_in_the_file(value, mean, tmp_path):
     m = Monitor(tmp_path, 600, tensorboard=False)
     for step in range(1, 601):

@@ -256,13 +256,15 @@ def test_what_other_loops_pass(tmp_path):
     for step in range(3, 28, 4):
         total.data += 1
         m.log("step", 5)
-        m.phase("rollout")
+        for name in ("waiting", "rollout"):
+            m.phase(name)
         m.step(step, loss=total, lr=[0.5], tokens=(None, float("nan"), 2)[step % 3])
     m.clock.seconds["forward"] += 100
     m.close()
     m.close()
     assert m.healthy and column(tmp_path, "train/loss") == {3: 1, 15: 3, 27: 6}
-    assert all(value > 0 for value in column(tmp_path, "phase/rollout_ms").values())
+    for name in ("perf/waiting_ms", "phase/rollout_ms"):
+        assert [step for step, x in column(tmp_path, name).items() if x > 0] == [3, 15, 27]
     assert set(column(tmp_path, "train/learning_rate").values()) == {0.5}
     assert sum(row["seconds"]["forward"] for row in rows(tmp_path) if "seconds" in row) < 150
     assert next(tmp_path.glob("metrics.jsonl.*")).read_text() == '{"epoch": 1}\n'
@@ -273,12 +275,14 @@ def test_what_other_loops_pass(tmp_path):
     tokens = column(tmp_path, "train/tokens")
     assert tokens[32] == tokens[31] + 5
     m = Monitor(tmp_path / "never", log_interval=-1)
+    m.write(0, {"val/loss": 4.0})  # as of an evaluation before the first step
     m.step(1, loss=total)
     for n in (1, 2):
         m.write(n, {"note": "x" * telemetry.TAIL_BYTES})
     m.close()
     Monitor(tmp_path / "never", first_step=3).close()
     assert not m.losses and not column(tmp_path / "never", "train/loss")
+    assert column(tmp_path / "never", "val/loss") == {0: 4.0}
     assert not [*tmp_path.glob("never/metrics.jsonl.*")]  # it is not another program's
     Monitor(tmp_path / "metrics.jsonl/x", tracker=("wandb", {}), first_step=1).close()
 
@@ -450,6 +454,22 @@ def test_the_row_of_a_gpu_run_has_the_gpu_s_times(tmp_path, device_clock):
         assert row["perf/data_ms"] == pytest.approx(1)
         assert row["perf/step_ms"] == pytest.approx(41)
     assert row["perf/step_ms_median"] == pytest.approx(41)
+
+
+def test_on_a_gpu_heavy_steps_and_own_phases_count_as_they_are(tmp_path, device_clock, monkeypatch):
+    """Every second step takes longer; in its own phase the host waits for the work queued."""
+    m, queued_until = make(tmp_path, log_interval=48), [0.0]
+    m.clock.events = DeviceTimes()
+    monkeypatch.setattr(FakeEvent, "record", lambda event: setattr(event, "at", queued_until[0]))
+    for n in range(1, 961):
+        m.phase("rollout")
+        device_clock.now = queued_until[0] = queued_until[0] + 0.005
+        m.phase("forward")
+        queued_until[0] += 0.03 if n % 2 else 0.01
+        step(m, n)
+    names = "perf/step_ms", "perf/other_ms", "phase/rollout_ms"
+    found = [np.mean([*column(tmp_path, name).values()][2:]) for name in names]
+    assert found == [pytest.approx(25, rel=0.05), pytest.approx(5), pytest.approx(5)]
 
 
 def test_nothing_grows_over_many_steps(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, after_updates, python, rows, until
 
+from steady.watch import machine
 from steady.watch import sampler as profile
 from steady.watch.history import PHASES
 from steady.watch.lines import parts_of
@@ -97,6 +98,8 @@ def test_it_looks_until_it_is_closed(interval, monkeypatch):
     (thread,) = set(threading.enumerate()) - others
     assert until(lambda: sampler.counts.total() > 3)
     assert thread.is_alive()
+    busy = machine.busiest({thread.native_id: (0.0, 0.0)}, {thread.native_id: (9.0, 0.0)}, 1)
+    assert "busiest_thread" not in busy  # it is not the program's
     sampler.close()
     assert until(lambda: not thread.is_alive())
     assert until(lambda: sys.getswitchinterval() == pytest.approx(interval))
