@@ -17,6 +17,7 @@ from conftest import ROOT, after_updates, python, rows, until
 
 from steady.watch import machine
 from steady.watch import sampler as profile
+from steady.watch.clock import Clock
 from steady.watch.history import PHASES
 from steady.watch.lines import parts_of
 from steady.watch.sampler import LEAST, Sampler, Tracer
@@ -35,10 +36,16 @@ def through_libraries(model):
     return json.loads("[1]", object_hook=None) and model(torch.ones(1))
 
 
+def clock_in(phase: str) -> Clock:
+    clock = Clock(torch.device("cpu"), sampled=False)
+    clock.phase(phase)
+    return clock
+
+
 @pytest.fixture
 def sampler(monkeypatch):
     monkeypatch.setattr(profile.threading.Thread, "start", lambda self: None)
-    return Sampler(SimpleNamespace(current="forward"))
+    return Sampler(clock_in("forward"))
 
 
 def test_a_look_skips_torch_and_the_standard_library(sampler):
@@ -94,7 +101,7 @@ def interval():
 def test_it_looks_until_it_is_closed(interval, monkeypatch):
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     others = set(threading.enumerate())
-    sampler = Sampler(SimpleNamespace(current="data"))
+    sampler = Sampler(clock_in("data"))
     (thread,) = set(threading.enumerate()) - others
     assert until(lambda: sampler.counts.total() > 3)
     assert thread.is_alive()
@@ -114,7 +121,7 @@ def test_a_look_that_fails_is_the_last_one_and_leaves_the_interval(interval, mon
     seen, others = [], set(threading.enumerate())
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     monkeypatch.setattr(profile.Sampler, "look", fail)
-    sampler = Sampler(SimpleNamespace(current="data"))
+    sampler = Sampler(clock_in("data"))
     assert until(lambda: sampler in seen and not set(threading.enumerate()) - others)
     assert until(lambda: sys.getswitchinterval() == pytest.approx(interval))
     assert seen.count(sampler) == 1
@@ -122,9 +129,8 @@ def test_a_look_that_fails_is_the_last_one_and_leaves_the_interval(interval, mon
 
 
 DEEP = """
-import gc, sys, threading, time
-from types import SimpleNamespace
-from steady.watch import sampler
+import gc, sys, threading, time, torch
+from steady.watch import clock, sampler
 
 def on_collection(phase, info):
     if threading.current_thread().name == "steady sampler":
@@ -142,7 +148,7 @@ gc.freeze()  # a collection is short
 gc.callbacks.append(on_collection)
 sampler.SECONDS = sampler.MOMENT = 1e-4
 sampler.worth_naming = worth
-looks = sampler.Sampler(SimpleNamespace(current="data"))
+looks = sampler.Sampler(clock.Clock(torch.device("cpu"), sampled=False))
 end = time.time() + 60
 while looks.counts.total() < 30 and time.time() < end:
     deep(400)
@@ -175,7 +181,7 @@ def test_a_look_keeps_no_tensor_alive(monkeypatch):
         return weakref.ref(tensor)
 
     monkeypatch.setattr(profile, "SECONDS", 0.001)
-    sampler = Sampler(SimpleNamespace(current="forward"))
+    sampler = Sampler(clock_in("forward"))
     assert step()() is None
     sampler.close()
 
@@ -219,13 +225,25 @@ def test_beside_a_model_s_phases_the_line_that_calls_a_model_is_named(sampler):
     assert named == ["forward", "forward", "through_libraries"]
 
 
+def test_looks_past_twice_a_usual_step_also_count_as_of_heavy_steps(sampler):
+    clock = sampler.clock
+    clock.usual_ms = 1e3
+    for phase, spent in (("forward", 1.9), ("forward", 3.0), ("evaluation", 3.0)):
+        clock.current, clock.since, clock.step_seconds = phase, time.perf_counter(), spent
+        for _ in range(LEAST):
+            sampler.look(sys._getframe())
+    profiles = sampler.read(1)["profile"]
+    assert {phase: sum(looks.values()) for phase, looks in profiles.items()} == {
+        "forward": 2 * LEAST, "evaluation": LEAST, "heavy steps": LEAST}
+
+
 def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):
     """And the source text of each line, once."""
     monkeypatch.setattr(profile, "SECONDS", 0.001)
     monkeypatch.setattr(profile, "LEAST", 1)
     run("--out_dir", "r", "--log_interval", 4)
     found = mean_row(rows(tmp_path / "r"))["profile"]
-    assert found and found.keys() <= {*PHASES}
+    assert found and found.keys() <= {*PHASES, "heavy steps"}
     places = {name for lines in found.values() for name in lines}
     assert any("train.py:" in name for name in places), places
     sources = [line for row in rows(tmp_path / "r") for line in row.get("sources", {}).items()]
@@ -253,7 +271,7 @@ def keep_the_lock():
 def test_a_function_in_c_that_keeps_pythons_lock_gets_its_share_of_looks(monkeypatch):
     """Not the line after it, at which the sampler gets the lock."""
     monkeypatch.setattr(profile, "SECONDS", 0.03)
-    sampler, end = Sampler(SimpleNamespace(current="other")), time.perf_counter() + 60
+    sampler, end = Sampler(clock_in("other")), time.perf_counter() + 60
     while sampler.counts.total() < 200 and time.perf_counter() < end:
         time.sleep(0.005)
         keep_the_lock()

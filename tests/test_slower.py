@@ -562,6 +562,10 @@ def test_rare_heavy_steps_as_of_a_profiler():
     for row in rows:
         row["perf/step_ms_median"] = 25.0
     assert parts_of(rows)["rare"].ms == pytest.approx(5.5)
+    for looks, line in (([9, 5, 3], "mine.py:3 flush"), ([9, 5, 4], ""), ([3, 2, 5], "")):
+        late = dict(zip(("mine.py:3 flush", "mine.py:9 step", OTHERS), looks, strict=True))
+        history = [row | {"profile": row["profile"] | {"heavy steps": late}} for row in rows]
+        assert parts_of(history)["rare"].line == line
     for i, row in enumerate(rows):  # of graphs compiled again and again
         row["perf/compilations"] = i
     assert list(parts_of(rows)) == ["compilations"]

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 
 import torch
 
-from steady.watch.history import OUTSIDE_PHASES, OWN_PHASES, PHASES, STEP_PHASES
+from steady.watch.history import OUTSIDE_PHASES, OWN_PHASES, PHASES, STEP_PHASES, quantile
 
 WINDOW = 100  # newest steps, at most, for the median and the 95th percentile
 
@@ -21,7 +21,7 @@ class Clock:
         self.device, self.is_cpu = device, device.type == "cpu"
         self.name, self.current, self.since = "other", "other", time.perf_counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)  # by name, since the last log
-        self.step_seconds = 0.0  # of the current step
+        self.step_seconds, self.usual_ms = 0.0, float("inf")  # of this step; the last log's median
         self.window_ms = deque(maxlen=WINDOW)
         self.events = DeviceTimes() if device.type == "cuda" and sampled else None
 
@@ -62,6 +62,7 @@ class Clock:
     def take(self, steps: int) -> tuple[dict[str, float], list[float]]:
         """(ms per step by phase since the last call, ms of the newest steps)."""
         ms, window = self.host_ms(steps), [*self.window_ms]
+        self.usual_ms = quantile(window, 0.5) if window else float("inf")
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.window_ms.clear()
         if self.events and (sampled := self.events.means()):

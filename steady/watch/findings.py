@@ -136,12 +136,11 @@ def describe_slower(found: Finding) -> str:
 
 def describe_anomaly(row: dict) -> str:
     """A row of metrics.jsonl about a spike or a step that was not finite."""
-    if row["anomaly"] == "not finite":
+    text = row["anomaly"]
+    if text == "not finite":
         text = "not finite: loss or gradient (train.py of steady skips such an update)"
     elif row.keys() >= {"value", "median"}:  # else it is a fork's own
-        text = f"{row['anomaly']}: {row['value']:.4g}, the median is {row['median']:.4g}"
-    else:
-        text = row["anomaly"]
+        text = f"{text}: {row['value']:.4g}, the median is {row['median']:.4g}"
     if row.keys() >= {"positions", "rank"}:
         first, end = row["positions"]
         text += f"; rank {row['rank']}, samples {first} to {end - 1}"

@@ -159,11 +159,9 @@ def counters() -> dict[str, float]:
 
 def own_stalls(moved: dict[str, float]) -> dict[str, float]:
     """Stalls of any process count only if this thread has read from a disk meanwhile."""
-    kept = {"memory_ms": 0.0, "disk_ms": 0.0} | moved
-    faults, read_bytes = kept.pop("faults", 0), kept.pop("read_bytes", 0)
-    kept["memory_ms"] *= faults > 0
-    kept["disk_ms"] *= faults + read_bytes > 0
-    return kept
+    faults, read_bytes = moved.get("faults", 0), moved.get("read_bytes", 0)
+    own = {"memory_ms": faults > 0, "disk_ms": faults + read_bytes > 0}
+    return {name: ms * own.get(name, 1) for name, ms in moved.items() if name.endswith("_ms")}
 
 
 def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
@@ -23,7 +23,7 @@ from tempfile import gettempdir
 import numpy as np
 import torch
 
-from steady.watch.history import COMPUTE
+from steady.watch.history import COMPUTE, STEP_PHASES
 from steady.watch.lines import OTHERS
 from steady.watch.machine import give_back_signal, take_signal
 from steady.watch.sinks import say
@@ -112,23 +112,25 @@ class Sampler:
         at_log = phase == "logging"  # the monitor calls json then, not the loop
         library = "" if inner is frame or at_log else library_name(frame.f_code.co_filename)
         self.counts[phase, place, library] += 1
+        spent = self.clock.step_seconds + time.perf_counter() - self.clock.since
+        if phase in STEP_PHASES and spent > 2e-3 * self.clock.usual_ms:
+            self.counts["heavy steps", place, library] += 1
 
     def read(self, step: int) -> dict[str, dict]:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
-        {} after few looks. A place: as in lines.parts_of.
+        {} after few looks. Place: see lines.parts_of. Phase "heavy steps": past twice a usual step.
         """
         self.thread_id = threading.get_ident()  # the Monitor may be made in another thread
         if self.counts.total() < LEAST:
             return {}
         taken, self.counts = self.counts, Counter()
-        profile, sources = {}, {}
+        profile, sources = defaultdict(Counter), {}
         for (phase, place, library), n in taken.most_common():
-            lines = profile.setdefault(phase, {})
             name = OTHERS
-            if len(lines) < MOST_LINES and place[0]:
+            if len(profile[phase]) < MOST_LINES and place[0]:
                 places = [self.name(code, line, sources) for code, line in filter(None, place)]
                 name = " < ".join(places) + (f" | {library}" if library else "")
-            lines[name] = lines.get(name, 0) + n
+            profile[phase][name] += n
         return {"profile": profile} | ({"sources": sources} if sources else {})
 
     def name(self, code, line: int, sources: dict) -> str:

@@ -21,7 +21,6 @@ WORTH_NAMING = 0.05  # of a step, one cause
 STARVED = 0.15  # of a step, waiting for loader processes: less is the price of handing a batch over
 ALWAYS = 0.25  # quantile over logs: a cause that comes and goes is not slow from the start
 SLOWER_RANK = 1.3  # times the work of the others: healthy ranks reach 1.1
-RARE = 0.05  # of a step, between mean and median
 BUSY_THREAD = 0.2  # of a step
 PADDING = 0.2
 TIMES_RARER = {"logging": 10, "evaluation": 2, "checkpoint": 2}  # the advice for outside phases
@@ -131,11 +130,10 @@ def advice_for(place: str, sources: dict[str, str]) -> str:
 
 def take_rank(left: Left, mean: dict, rows: list[dict]):
     """Take the wait for a rank that is slower than the others all the time."""
-    ratio = mean.get("perf/slowest_rank_ratio", 1.0)
+    ratio, waits = mean.get("perf/slowest_rank_ratio", 1.0), left.ms["waiting"]
     rank, phase, share = slowest_rank(rows)
     if ratio > SLOWER_RANK and share > 0.7:
-        own = mean["perf/step_ms"] - left.ms["waiting"]
-        gain = left.ms["waiting"] if rank else own * (1 - 1 / ratio)
+        gain = waits if rank else (mean["perf/step_ms"] - waits) * (1 - 1 / ratio)
         left.take("slow rank", gain, STEP_PHASES, rank=rank, ratio=ratio, phase=phase)
 
 
@@ -144,9 +142,13 @@ def take_rare(left: Left, mean: dict, rows: list[dict]):
     step, median = mean["perf/step_ms"], mean["perf/step_ms_median"]
     above = [row["perf/step_ms"] - row["perf/step_ms_median"] for row in rows]
     rare = float(np.quantile(above, ALWAYS)) - sum(part.ms for part in left.parts)
-    if rare < RARE * step + 2 * ms_of(mean, "cpu_queue"):
+    if rare < WORTH_NAMING * step + 2 * ms_of(mean, "cpu_queue"):
         return
     if goes_on(rows, "perf/compilations"):
         left.take("compilations", rare, COMPUTE)
     else:
-        left.take("rare", rare, STEP_PHASES, factor=step / median)
+        late = mean["profile"]["heavy steps"]
+        most = max(by_function(late), key=lambda places: sum(map(late.get, places)), default=())
+        known = sum(map(late.get, most)) > max(2, 0.5 * late.total())
+        line = "{} {}".format(*parts_of(max(most, key=late.get))) if known else ""
+        left.take("rare", rare, STEP_PHASES, factor=step / median, line=line)

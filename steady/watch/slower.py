@@ -64,8 +64,7 @@ def slowdown(history: History) -> list[Finding]:
 
 def is_certain(found: Finding) -> bool:
     """Whether a live report would name the line, or waiting longer would not help."""
-    looks, points = found.values["looks"], found.values["points"]
-    return not 0 < looks < CERTAIN_LOOKS or points > PATIENCE
+    return not 0 < found.values["looks"] < CERTAIN_LOOKS or found.values["points"] > PATIENCE
 
 
 # --- points of equal work --------------------------------------------------------------------
@@ -298,8 +297,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     names, slowed = (STEP_PHASES, 1 + shared / of) if of_phases else ([COMMON], 1.0)
     more = {name: slowed * grown(series[name], before, after) for name in names}  # as measured
     more = {name: ms for name, ms in more.items() if ms > LEAST * of * slowed}
-    left = Left(more)
-    total = left.total
+    left, total = Left(more), sum(more.values())
     take_measured(left, old, new, [points[i] for i in after])
     take_lines(left, old, new, slowed, sources)
     take_waits(left, old, new, shared)
