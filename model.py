@@ -197,8 +197,8 @@ def flops_per_token(model: nn.Module, cfg: Config, length: float | None = None) 
     6 N for N weights in matrix products, 4 N if frozen, and 12 H D T per layer for attention, not
     halved for causality (PaLM, arXiv:2204.02311, appendix B).
     """
-    weights = [p for p in model.blocks.parameters() if p.ndim == 2] + [model.head.weight]
-    products = sum((6 if p.requires_grad else 4) * p.numel() for p in weights)
+    weights = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    products = sum((6 if p.requires_grad else 4) * p.numel() for p in [*weights, model.head.weight])
     width = cfg.n_head * cfg.head_dim
     return products + round(12 * cfg.n_layer * width * (length or cfg.seq_len))
 

@@ -199,10 +199,9 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
     trained = {name: p for name, p in shards.parameters.items() if p.requires_grad}
     matrices = [dict(params=[p for name, p in trained.items() if kinds[name] == "matrix"],
                      weight_decay=cfg.weight_decay)]
-    scale = EMBEDDING_SCALE if cfg.optimizer == "muon" else 1.0
     others = [dict(params=[p for name, p in trained.items() if kinds[name] == "other"]),
               dict(params=[p for name, p in trained.items() if kinds[name] == "table"],
-                   lr_scale=scale)]
+                   lr_scale=EMBEDDING_SCALE if cfg.optimizer == "muon" else 1.0)]
     optimizers = []
     if cfg.optimizer == "muon":
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
@@ -285,6 +284,7 @@ def show_sample(run: "Run", title: str = ""):
             save(run)
         previous = run.monitor.phase("evaluation")
         text = sample(run)
+        run.model.train()
         run.monitor.phase(previous)
         if run.ranks.rank == 0 and not run.ranks.stop.asked():  # else the text was cut short
             print(f"{title}{text}", flush=True)
@@ -298,7 +298,7 @@ def sample(run: "Run", max_new_tokens: int = 400) -> str:
     prompt = data.prompt().to(run.ranks.device)
     weights = run.ema.in_place(run) if run.ema else contextlib.nullcontext()
     with weights, run.ranks.autocast, parallel.gathered(run.model):
-        if not run.model.forward(prompt).isfinite().all():
+        if not run.model.eval().forward(prompt).isfinite().all():
             return "(none: the output of the model is not finite)"
         torch.manual_seed(0)
         tokens = generate(run.model, prompt, max_new_tokens, 0.8, top_k=50,

@@ -234,6 +234,8 @@ def test_flops_are_those_that_torch_counts_and_sizes_what_names_say(name):
     assert flops_per_token(model, cfg) == pytest.approx(counted, rel=0.02)
     if millions:
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+    model.blocks[-1] = model.blocks[0]  # shared weights compute as much
+    assert flops_per_token(model, cfg) == pytest.approx(counted, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype, recipes", [(torch.bfloat16, 3), (torch.float32, 1)])

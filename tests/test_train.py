@@ -710,6 +710,15 @@ def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, tool
     assert "show RUN_DIR STEP, from 1" in tool(prepare.main, "show", "r", 0, expect=2).err
 
 
+def test_a_sample_is_no_training(run, monkeypatch):
+    """A buffer that a fork updates in training, such as a router's bias, is left alone."""
+    modes = []
+    before(train.Transformer, "forward",
+           lambda model, *args: modes.append((len(args), model.training)), monkeypatch.setattr)
+    run("--max_steps", 3, "--sample_interval", 1, "--eval_interval", 0)
+    assert modes == 3 * [(3, True), (1, False)]
+
+
 def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "sample", lambda run: f"written at {run.progress.step}")
     printed = run("--sample_interval", 4, "--max_steps", 10, "--out_dir", "r")
