@@ -167,6 +167,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     found_inf = run.guard.skips((~grad_norm.isfinite()).float(), loss, grad_norm)
     for optimizer in run.optimizers:
         own = not type(optimizer).step.__module__.startswith("torch.")  # also a subclass's own
+        own |= isinstance(optimizer, torch.optim.SGD) and not optimizer.state  # skipped: undefined
         if getattr(type(optimizer) if own else optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             optimizer.step()
@@ -200,10 +201,10 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
     matrices = [dict(params=[p for name, p in trained.items() if kinds[name] == "matrix"],
                      weight_decay=cfg.weight_decay)]
     others = [dict(params=[p for name, p in trained.items() if kinds[name] == "other"]),
-              dict(params=[p for name, p in trained.items() if kinds[name] == "table"],
-                   lr_scale=EMBEDDING_SCALE if cfg.optimizer == "muon" else 1.0)]
+              dict(params=[p for name, p in trained.items() if kinds[name] == "table"])]
     optimizers = []
     if cfg.optimizer == "muon":
+        others[1]["lr_scale"] = EMBEDDING_SCALE
         fast = cfg.precision != "fp32" and devices.multiplies_bf16(device)
         optimizers.append(Muon(matrices, cfg.learning_rate, shards=shards,
                                dtype=torch.bfloat16 if fast else torch.float32))
@@ -440,7 +441,6 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
         model = foreign.HFModel(cfg)
         shards.shard(huggingface.adapt(model, cfg, dtype), dtype)
         return model.to(device)
-    checkpoint = None if cfg.lora_rank else checkpoint  # with LoRA it holds only adapters
     memory.refuse_too_large(cfg, device, shards.size)
     whole = shards.size == 1 and not cfg.lora_rank  # else sharded or cast before it is allocated
     with torch.device(device if whole else "meta"), parallel.Initializer(None):  # sets nothing
@@ -452,7 +452,7 @@ def make_model(cfg: Config, data: Mixture, checkpoint: Checkpoint | None, device
     with parallel.Initializer(shards), parallel.all_set(model, buffers=not whole):
         model.init_weights()
         lora.init_weights(model)
-    if cfg.init_from and not checkpoint:
+    if cfg.init_from and (cfg.lora_rank or not checkpoint):  # with LoRA it holds only adapters
         with reading_paths():
             huggingface.load_initial(model, cfg.init_from, shards)
     return model
