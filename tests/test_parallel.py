@@ -67,7 +67,7 @@ def test_weights_filled_past_autograd_are_the_same_on_any_number_of_ranks(run, t
         def init(self):
             weights(self)
             self.blocks[0].mlp.down.weight.data[:, 3:].normal_(std=0.1)
-            exec(change, {"w": self.head.weight.data})
+            exec(change, {"w": self.head.weight.data, "torch": torch})
 
         weights, Transformer.init_weights = Transformer.init_weights, init
 
@@ -78,7 +78,8 @@ def test_weights_filled_past_autograd_are_the_same_on_any_number_of_ranks(run, t
     with parallel.Initializer(parallel.Shards()):
         torch.nn.init.constant_(scale, 3.0)
     assert scale == 3
-    for change, name in ("w[3:].zero_()", "zero_"), ("w[0] = w[1]", "__setitem__"):
+    for change, name in (("w[3:].zero_()", "zero_"), ("w[0] = w[1]", "__setitem__"),
+                         ("w.add_(torch.randn_like(w))", "randn_like")):
         told = run("--parallel", "zero3", ranks=2, hook=partial(hook, change=change), expect=2)
         assert f"init_weights: {name} on some rows of a sharded weight would be lost" in told
 

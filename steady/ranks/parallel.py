@@ -281,11 +281,11 @@ class Initializer(TorchFunctionMode):
         if "tensor" in kwargs:  # as torch.nn.init names it
             args = kwargs.pop("tensor"), *args
         target, name = args[0] if args else None, function.__name__
-        sharded = hasattr(target, "to_local")
-        if sharded and (name == "__setitem__" or name.endswith("_") and not name.endswith("__")
-                        and target.placements[-1].is_replicate()):  # as rows are: a gathered copy
+        sharded = hasattr(target, "to_local")  # its rows are a gathered copy, or drawn by each rank
+        if sharded and (name == "__setitem__" or name.startswith("rand") or name.endswith("_")
+                        and not name.endswith("__") and target.placements[-1].is_replicate()):
             raise ConfigError(f"init_weights: {name} on some rows of a sharded weight would be "
-                              "lost; set all of it, as with weight.copy_(values)")
+                              "lost or differ; set all of it, as with weight.copy_(values)")
         fills = getattr(function, "__module__", None) == "torch.nn.init" or name in FILLS
         if not (fills and (sharded or isinstance(target, nn.Parameter))):
             return function(*args, **kwargs)
