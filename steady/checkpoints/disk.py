@@ -65,7 +65,7 @@ def sync(path: Path):
 def link(path: Path, new: Path):
     """Make `new` the same file, or a copy on a file system without hard links."""
     try:
-        os.link(path, new)
+        os.link(path.resolve(), new)  # it follows no links
     except OSError:
         shutil.copyfile(path, new)
         sync(new)

@@ -198,9 +198,10 @@ def begin(run) -> tuple[float, int]:
     folder, start = own.path / "checkpoints", own.resumed_from
     is_empty = {*own.path.glob("*"), *folder.glob("*")} == {folder, own.path / "lock"}
     try:
-        for newer in list_checkpoints(folder):
-            if newer.step > step:
-                newer.set_aside()
+        for other in list_checkpoints(folder):
+            same = [*map(os.stat, other.files())] == [*map(os.stat, start.files())]
+            if other.step > step or other.step == step and not same:  # of another branch
+                other.set_aside()
         if checkpoint_at(folder, step):  # verified just now, so older ones can make room
             checkpoints.rotate(folder, cfg.keep_checkpoints)
         tokenizer, copy = run.train_data.tokenizer_folder, own.path / "tokenizer"
@@ -212,7 +213,6 @@ def begin(run) -> tuple[float, int]:
         with atomic_write(own.path / "config.yaml") as draft:
             write_yaml(saved, draft, notes)
             if start and not checkpoint_at(folder, step):  # the run may end before its first save
-                start = Checkpoint(start.path.resolve())  # os.link follows no links
                 start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
     except Exception:
         if is_empty:
