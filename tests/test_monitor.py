@@ -251,7 +251,7 @@ def test_metrics_are_means_over_the_interval(tmp_path, clock):
 
 def test_what_other_loops_pass(tmp_path):
     """A loss that is added to, steps that meet no interval; what lies in the folder is kept."""
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     m, total = Monitor(tmp_path, log_interval=10), torch.zeros((), requires_grad=True)
     for step in range(3, 28, 4):
         total.data += 1
@@ -267,7 +267,7 @@ def test_what_other_loops_pass(tmp_path):
         assert [step for step, x in column(tmp_path, name).items() if x > 0] == [3, 15, 27]
     assert set(column(tmp_path, "train/learning_rate").values()) == {0.5}
     assert sum(row["seconds"]["forward"] for row in rows(tmp_path) if "seconds" in row) < 150
-    assert next(tmp_path.glob("metrics.jsonl.*")).read_text() == '{"epoch": 1}\n'
+    assert next(tmp_path.glob("metrics.jsonl.*")).read_text() == '{"step": 1}\n'
     for first in (31, 32):  # a resume goes on counting
         m = Monitor(tmp_path, log_interval=1)
         m.step(first, tokens=5)

@@ -86,10 +86,10 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     if 0 < size <= length and not any("about" in row or "perf/step_ms" in row for _, row in rows):
         other = path.rename(f"{path}.{time.time_ns()}")
         alert(f"warning: {path} is damaged or another program's; renamed to {other}")
-        path.touch()
+        rows = []
     kept = [(end, row) for end, row in rows if row["step"] <= start_step]
-    os.truncate(path, kept[-1][0] if kept else 0)
     file = open(path, "a", buffering=1)  # each row is written as a whole
+    os.truncate(path, kept[-1][0] if kept else 0)
     lost, newest, step = 0.0, start_step, max(0, start_step)  # some loops count from 0
     for row in (row for _, row in rows if row["step"] > start_step):
         lost += sum(seconds_of(row, newest).values())
