@@ -23,7 +23,7 @@ from conftest import (
 from fsspec.implementations.local import LocalFileSystem
 
 import train
-from steady.checkpoints import backup, checkpoint, writer
+from steady.checkpoints import checkpoint, writer
 from steady.guard import process
 
 
@@ -73,13 +73,15 @@ def test_a_download_writes_only_the_files_of_a_run(run, tmp_path, monkeypatch):
     run("--out_dir", "r", "--backup_to", bucket.as_uri())
     (bucket / "lock").write_text("stolen")
     (bucket / "train.py").write_text("evil")
+    keys = ["../escaped.txt", "tokenizer/../../x", "checkpoints/best/../../../x", "tokenizer/gone"]
     monkeypatch.setattr(LocalFileSystem, "find", lambda self, root: [  # as keys may be any text
-        *plain(self, root), f"{root}/../escaped.txt", f"{root}/tokenizer/../../x",
-        f"{root}/checkpoints/best/../../../x"])
-    backup.download(bucket.as_uri(), tmp_path / "back")
+        *plain(self, root), *(f"{root}/{key}" for key in keys)])
+    assert "gone" in run("--resume", bucket.as_uri(), "--out_dir", "back", bare=True, expect=2)
+    keys.pop()  # after a download that was cut off, the same command begins anew
+    assert "nothing to do" in run("--resume", bucket.as_uri(), "--out_dir", "back", bare=True)
     found = contents(tmp_path / "back")
-    assert "config.yaml" in found and "checkpoints/step_00000012.pt" in found
-    assert not {"lock", "train.py"} & set(found) and not (tmp_path / "escaped.txt").exists()
+    assert {"config.yaml", "checkpoints/step_00000012.pt"} <= {*found} and "train.py" not in found
+    assert found["lock"] != b"stolen" and not (tmp_path / "escaped.txt").exists()
 
 
 # --- evaluations and the best weights ---

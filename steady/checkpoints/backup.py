@@ -125,22 +125,22 @@ def id_in(config: bytes) -> str:
 
 def download(url: str, to: Path):
     """Download a backup: its newest valid checkpoint, the best, the logs. Raises ConfigError."""
-    def get(name: str, local: Path):
-        local.parent.mkdir(parents=True, exist_ok=True)
-        fs.get_file(name, str(local))
-
+    draft = to / "checkpoints/backup.tmp-0"  # deleted by the next attempt if this one is cut off
     with opened(url, "--resume") as fs:
+        others = {file for file in fs.find("")
+                  if LOGS.fullmatch(file) or ("best" in file and SAVED.fullmatch(file))}
         for name, files in reversed(remote_checkpoints(fs).items()):
-            draft, new = to / f"{name}.tmp-0", Checkpoint(to / name)
-            for file in files:
-                get(file, Path(f"{draft}{file.removeprefix(name)}"))
-            put_in_place(draft, new.path)  # before the logs: without it the run would begin at 0
-            if wrong := new.find_damage():
+            for file in {*files, *others}:
+                (draft / file).parent.mkdir(parents=True, exist_ok=True)
+                fs.get_file(file, str(draft / file))
+            wrong = Checkpoint(draft / name).find_damage()
+            put_in_place(draft / name, to / name)  # before the logs, or the run would begin at 0
+            if wrong:
                 print(f"warning: {name}: {wrong}", flush=True)
-                new.set_aside()
-            else:
-                for file in fs.find(""):
-                    if LOGS.fullmatch(file) or ("best" in file and SAVED.fullmatch(file)):
-                        get(file, to / file)
-                return
+                Checkpoint(to / name).set_aside()
+                continue
+            for file in others - {*files}:
+                (to / file).parent.mkdir(exist_ok=True)
+                (draft / file).rename(to / file)
+            return delete(draft)
     raise ConfigError(f"--resume {url}: holds no valid checkpoint")
