@@ -683,8 +683,7 @@ def test_a_non_finite_loss_on_one_rank_is_skipped_and_reported(run, tmp_path, mo
     assert row["value"] is None
     assert row["positions"] == [5 * 8 + 4, 6 * 8] and row["datasets"] == ["corpus0"]
     assert column(tmp_path / "r", "health/nonfinite_steps") == {1: 0, 4: 0, 8: 2, 12: 0}
-    assert "warning: step 6: not finite" in output
-    assert column(tmp_path / "r", "val/loss")[12] < 6
+    assert "warning: step 6: not finite" in output and column(tmp_path / "r", "val/loss")[12] < 6
 
 
 def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, tool):

@@ -46,8 +46,7 @@ def slowest_rank(own_ms: list[list[float]]) -> dict[str, float]:
     """
     if len(own_ms) == 1 or not all(map(any, own_ms)):
         return {}
-    own = np.array(own_ms)
-    busy = own.sum(1)
+    own, busy = np.array(own_ms), np.sum(own_ms, axis=1)
     slow = int(busy.argmax())
     typical = np.median(np.delete(own, slow, 0), axis=0)
     return {"perf/slowest_rank": slow,

@@ -37,8 +37,7 @@ def longer_lines(ms: list[float], looks: list[dict[str, int]],
     most. Each look is a Bernoulli trial, so the interval is binomial; for a phase without looks, it
     is the whole phase.
     """
-    totals = [sum(lines.values()) for lines in looks]
-    found = []
+    totals, found = [sum(lines.values()) for lines in looks], []
     for places in by_function({**looks[0], **looks[1]}):
         shares = [[lines.get(place, 0) / max(1, total) for place in places]
                   for lines, total in zip(looks, totals, strict=True)]

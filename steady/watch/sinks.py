@@ -39,6 +39,8 @@ class Sinks:
 
     def write(self, step: int, row: dict):
         step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
+        if self.history.evaluated not in (None, row.get("evaluated", self.history.evaluated)):
+            self.evaluated = set()  # the earlier process evaluated other data
         row = {name: value for name, value in row.items() if (step, name) not in self.evaluated}
         if not row:  # for example, an evaluation without a target
             return
