@@ -179,7 +179,7 @@ def test_what_counts_where_templates_write_turns_anew(family, messages, expected
     (dict(instruction="a", input=float("nan"), output="b"), "input: expected text, found float"),
     (dict(prompt=TALK[:1], completion="Hi."), "completion: expected a list, found text"),
     (dict(prompt="a", completion="b", label=False), "label false: a rejected completion"),
-    (dict(conversations=TALK, label="False"), "label false: a rejected completion"),
+    (dict(conversations=TALK, label=0), "label false: a rejected completion"),
     (TALK, "record: expected an object, found a list"),
     (dict(messages=TALK, chat_template_kwargs=[1]), "chat_template_kwargs: expected an object"),
     (dict(messages=SYSTEM_TALK, system="x"), "system: expected one system prompt"),

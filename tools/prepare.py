@@ -152,7 +152,7 @@ class Encoder:
             raise ValueError("more fields than the header has")
         names = (name if record[name] is not None else f"{name}: null" for name in record)
         keys, used = find_keys(tuple(names), self.options.text_field)
-        if "label" in used and str(record.get("label")).lower() == "false":  # text in CSV
+        if "label" in used and str(record.get("label")).lower() in ("false", "0", "0.0"):  # CSV
             raise ValueError("label false: a rejected completion, which would be learned")
         is_chat, counts = False, Counter()
         if keys == used or keys[0] == "prompt" and isinstance(record["prompt"], str):
