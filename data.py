@@ -137,7 +137,7 @@ class Samples:
     def prompt(self) -> torch.Tensor:
         """Ids [1, n] to sample from: the first prompt, else the beginning of a document."""
         batch = self.batch(0, 1)
-        if not self.has_prompts:
+        if batch.targets is None:  # a stream: a document begins after an end-of-text
             begin = batch.tokens[:, :1] if self.end_of_text is None else [[self.end_of_text]]
             return torch.as_tensor(begin).long()
         counted = (batch.targets[0] != IGNORE).nonzero()
@@ -146,7 +146,7 @@ class Samples:
     def answer(self, ids: list[int], n: int) -> str:
         """The text of the ids that a model wrote after a prompt of n."""
         if not self.has_prompts:
-            return self.decode(ids[1:])
+            return self.decode(ids[int(ids[0] == self.end_of_text) :])
         answer = [*itertools.takewhile(lambda i: i != self.end_of_text, ids[n:])]
         return f"{self.decode(ids[:n])}\n→ {self.decode(answer)}"
 

@@ -190,8 +190,8 @@ def test_our_files_carry_their_description(corpus):
     assert (mixture.tokenizer, mixture.vocab_size, mixture.end_of_text) == ("bytes", 257, 256)
     assert mixture.n_tokens == meta["tokens"] == meta["bytes"] + meta["documents"]
     assert mixture.bytes_per_token == [meta["bytes"] / meta["tokens"]]
-    text = decode("bytes", mixture.datasets[0].files[0].tokens[:20].tolist())
-    assert text.startswith("0 + 0 = 0\n0 + 1 = 1")
+    ids = mixture.datasets[0].files[0].tokens[:19].tolist()
+    assert mixture.answer([256, *ids], 1) == decode("bytes", ids) == "0 + 0 = 0\n0 + 1 = 1"
     assert decode("bytes", [*"né".encode(), 256, 0xC3]) == "né\ufffd"
     assert decode(None, [7, 300]) == "7 300"
     assert mixture.prompt().tolist() == [[256]]  # a sample is a document of its own

@@ -181,16 +181,16 @@ def test_what_is_said_of_documents_is_what_they_are(folder):
 @pytest.mark.parametrize("mode", ["documents", "packed"])
 def test_every_token_of_a_long_text_is_a_target_once(tmp_path, mode):
     sizes = [1, 2, SEQ_LEN, SEQ_LEN + 1, SEQ_LEN + 2, 3 * SEQ_LEN + 1, 1000]
-    tokens = iter(range(sum(sizes)))
-    texts = [list(itertools.islice(tokens, n)) for n in sizes]
-    folder = write_documents(tmp_path / "d", [(ids, [1] * len(ids)) for ids in texts],
-                             vocab_size=5000)
+    texts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    folder = write_documents(tmp_path / "d", [(ids, [1]) for ids in texts], vocab_size=5000)
     found = load_mixture([folder], "train", SEQ_LEN, 0, mode=mode)
     batch = found.batch(0, found.n_samples)
     counted = batch.targets != IGNORE
     assert (batch.tokens.int() + 1 == batch.targets)[counted].all()
     assert batch.targets[counted].sort()[0].tolist() == [i for ids in texts for i in ids[1:]]
     assert "6 documents (40 pieces)" in found.datasets[0].details
+    assert found.prompt().tolist() == batch.tokens[:1, :1].tolist()  # 256 is only a target
+    assert found.answer([*b"ab"], 1) == "ab"
 
 
 FLAGS = ["--data_mode", "documents", "--batch_size", 16, "--save_interval", 6, "--log_interval", 1,
