@@ -112,13 +112,13 @@ def native_shape(found) -> dict | None:
     """
     rope = getattr(found, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
-    biased = getattr(found, "attention_bias", False) or getattr(found, "mlp_bias", False)
-    if found.model_type not in NATIVE or kind not in ROPE or biased or found.hidden_act != "silu":
+    odd = (getattr(found, "attention_bias", False) or getattr(found, "mlp_bias", False)
+           or not getattr(found, "is_causal", True))  # as of gte-Qwen2, made for embeddings
+    if found.model_type not in NATIVE or kind not in ROPE or odd or found.hidden_act != "silu":
         return None
     shape = {mine: getattr(found, theirs, None) for mine, theirs in OPTIONS.items()}
     return shape | dict(
-        model="default",
-        head_dim=shape["head_dim"] or found.hidden_size // found.num_attention_heads,
+        model="default", head_dim=shape["head_dim"] or found.hidden_size // shape["n_head"],
         tie_embeddings=bool(shape["tie_embeddings"]),
         max_position=min(shape["max_position"], getattr(found, "sliding_window", None) or 1 << 60),
         rope_theta=float(rope["rope_theta"]),  # transformers 4 keeps it elsewhere
