@@ -67,11 +67,11 @@ def test_a_tokenizer_is_what_its_json_says_without_truncation_padding_and_class(
     backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     backend.enable_truncation(16)
     backend.enable_padding(length=24, pad_id=5)
+    backend.model.dropout = 0.5
     backend.save(str(stored / "tokenizer.json"))
     about = stored / "tokenizer_config.json"
     settings = json.loads(about.read_text()) | dict(tokenizer_class="Qwen2Tokenizer")
-    about.write_text(json.dumps(settings))
-    # Qwen2's would take each digit apart
+    about.write_text(json.dumps(settings))  # Qwen2's would take each digit apart
     found = ["the cat", "the cat sat on 12345 mats", *texts(3, longest=200)]
     made(write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in found]),
          "--tokenizer", stored)

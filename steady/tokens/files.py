@@ -122,8 +122,7 @@ class TokenFile:
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
             raise ConfigError(f"{path}: {size:,} bytes; expected {expected:,} {self.dtype} tokens "
                               f"after a header of {offset} bytes: is the file complete?")
-        mapped = np.memmap(path, self.dtype, "r", offset, (self.n_tokens,))
-        self.tokens = np.asarray(mapped)  # indexing a memmap itself is several times slower
+        self.tokens = np.asarray(np.memmap(path, self.dtype, "r", offset))  # a memmap is slower
         if header[:2].tobytes().startswith(b"\x93NUMPY"):
             raise ConfigError(f"{path}: is an .npy file; expected its ids alone: {CONVERT}")
         start = self.tokens[:WIDTH_SAMPLE]  # in wider ids, every second uint16 is an upper half

@@ -29,9 +29,11 @@ def load_tokenizer(name: str):
     except BaseException as e:  # a panic in Rust is not even an Exception
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
         raise ConfigError(f"tokenizer {name}: cannot be loaded: {reason}") from e
-    if tokenizer.is_fast:  # tokenizer.json may have both, left from its training
+    if tokenizer.is_fast:  # tokenizer.json may have them, left from its training
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
+        if hasattr(tokenizer.backend_tokenizer.model, "dropout"):  # of merges: random ids
+            tokenizer.backend_tokenizer.model.dropout = None
     return tokenizer
 
 
