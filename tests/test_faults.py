@@ -778,8 +778,7 @@ def s3(monkeypatch):
     server.stop()
 
 
-@pytest.mark.parametrize("scheme", [
-    "file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_backup_can_be_resumed(run, tmp_path, request, monkeypatch, scheme):
     url = {"file": f"file://{tmp_path}/disk2", "memory": f"memory://{tmp_path.name}"}.get(scheme)
     url = url or request.getfixturevalue("s3")
@@ -793,7 +792,8 @@ def test_a_backup_can_be_resumed(run, tmp_path, request, monkeypatch, scheme):
     # its history came along, and the new run keeps backing up there
     assert list(column(tmp_path / "new", "train/loss")) == [1, 4, 8, 12, 13, 16, 20]
     assert "at step 20" in run("--resume", url, "--max_steps", 21, bare=True)
-    assert "error: --resume" in run("--resume", f"{url}/none", expect=2)
+    expected = f"error: --resume {url}/r.pt: no valid checkpoint; expected a URL of --backup_to"
+    assert expected in run("--resume", f"{url}/r.pt", expect=2)
     output = run("--backup_to", "nothing://there", "--out_dir", "refused", expect=2)
     assert "error: --backup_to nothing://there" in output and not (tmp_path / "refused").exists()
 

@@ -300,8 +300,8 @@ def test_what_cannot_be_exported(run, trained, tmp_path, tool):
     run("--out_dir", "both", "--max_steps", 3, "--qk_norm", "--qkv_bias")
     for source, out, words in ((path, "out", "not a checkpoint that can be read"),
                                ("both", "out", "has both --qk_norm and --qkv_bias"),
-                               ("none", "out", "expected a file or folder"),
-                               ("both", "r", "is not empty")):
+                               ("none", "out", "expected a run"), ("both", "r", "is not empty"),
+                               ("both/checkpoints", "out", "expected a run, as runs/001")):
         assert words in tool(generation.main, "export", source, out, expect=2).err
     assert not (tmp_path / "out").exists()
 

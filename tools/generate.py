@@ -303,7 +303,7 @@ def open_model(source: Path, trust_remote_code: bool = False):
 def open_checkpoint(source: Path, trust_remote_code: bool) -> tuple[Checkpoint, dict, Config]:
     """(the verified checkpoint of a run or a file, its state, its options). Raises ConfigError."""
     if not (checkpoint := find_checkpoint(source)):
-        raise ConfigError(f"{source}: expected a file or folder with a checkpoint in it")
+        raise ConfigError(f"{source}: expected a run, as runs/001, or one of its checkpoints")
     state, known = averaged(checkpoint.state()), Config.__dataclass_fields__
     cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
     return checkpoint, state, replace(cfg, trust_remote_code=trust_remote_code)

@@ -143,4 +143,4 @@ def download(url: str, to: Path):
                 (to / file).parent.mkdir(exist_ok=True)
                 (draft / file).rename(to / file)
             return delete(draft)
-    raise ConfigError(f"--resume {url}: holds no valid checkpoint")
+    raise ConfigError(f"--resume {url}: no valid checkpoint; expected a URL of --backup_to")
