@@ -62,8 +62,10 @@ class Clock:
     def take(self, steps: int) -> tuple[dict[str, float], list[float]]:
         """(ms per step by phase since the last call, ms of the newest steps)."""
         ms, window = self.host_ms(steps), [*self.window_ms]
-        self.usual_ms = quantile(window, 0.5) if window else float("inf")
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        if window:
+            window[-1] += self.step_seconds * 1e3  # it also waited for this log
+            self.usual_ms = quantile(window, 0.5)
+        self.seconds, self.step_seconds = dict.fromkeys(PHASES, 0.0), 0.0
         self.window_ms.clear()
         if self.events and (sampled := self.events.means()):
             ms = {name: ms[name] for name in OUTSIDE_PHASES} | sampled

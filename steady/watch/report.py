@@ -92,8 +92,7 @@ def report(run_dir: Path) -> dict:
                 / max(1, row["step"] - old["step"]) for name in OUTSIDE_PHASES}
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
     usual = [row for row in history.rows if "perf/startup_s" not in row]
-    medians = [row.get("perf/step_ms_median") or row["perf/step_ms"] for row in usual]
-    if medians:
+    if medians := [row.get("perf/step_ms_median") or row["perf/step_ms"] for row in usual]:
         tenth = max(1, len(medians) // 10)
         figures |= dict(step_ms_median=median(medians), first_tenth_ms=median(medians[:tenth]),
                         last_tenth_ms=median(medians[-tenth:]))

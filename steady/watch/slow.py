@@ -88,8 +88,7 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
         left.take(name, left.ms[name] * (1 - 1 / times), [name])
     parts = sorted((part for part in left.parts if part.ms > WORTH_NAMING * step),
                    key=lambda part: -part.ms)
-    gain = sum(part.ms for part in parts)
-    if gain < WORTH_REPORTING * step:
+    if (gain := sum(part.ms for part in parts)) < WORTH_REPORTING * step:
         return []
     return [Finding("slow", rows[0]["step"], ms=gain, of=step, parts=tuple(parts))]
 
