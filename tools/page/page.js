@@ -40,6 +40,8 @@ function duration(s) {
   return h ? `${h}h${m}m` : m ? `${m}m${Math.floor(s) % 60}s` : +s.toPrecision(3) + "s";
 }
 
+const described = e => e.text.startsWith(e.kind) ? e.text : `${e.kind}: ${e.text}`;
+
 // --- head: verdict and goodput ---
 
 function drawHead() {
@@ -135,7 +137,7 @@ function eventsAt(u, runs, step) {  // the events within 6 pixels of a step
   const margin = 6 * (u.scales.x.max - u.scales.x.min) / u.over.clientWidth;
   return runs.flatMap(run => run.events.filter(e => e.step - margin <= step
     && step <= (e.kind == "slow-down" ? e.until ?? run.step : e.step) + margin)
-    .map(e => `${several ? run.name + ": " : ""}${e.kind} at step ${e.step}: ${e.text}`)).join("\n");
+    .map(e => `${several ? run.name + ": " : ""}step ${e.step}, ${described(e)}`)).join("\n");
 }
 
 function drawEvents(u, runs) {  // a slow-down is an area, an anomaly a tick, the rest a line
@@ -189,7 +191,7 @@ function drawEventList() {
   add(byId("events"), "h2", list.length ? "What happened" : "Nothing happened: no slow-down, anomaly or restart");
   const ul = add(byId("events"), "ul");
   for (const [run, e] of list)
-    add(ul, "li", `${several ? run.name + ": " : ""}step ${e.step}, ${e.kind}: ${e.text}`);
+    add(ul, "li", `${several ? run.name + ": " : ""}step ${e.step}, ${described(e)}`);
 }
 
 function drawSamples() {
