@@ -293,7 +293,8 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     m.step(1, loss=1.0)
-    assert m.close() and column(tmp_path / "run", "train/loss") == {1: 1.0}
+    assert m.close()
+    assert column(tmp_path / "run", "train/loss") == {1: 1.0}
 
 
 def test_steps_that_are_not_counted_by_ones_are_told_once(tmp_path, capsys):

@@ -377,7 +377,8 @@ def test_sigterm_ends_the_run_that_it_began(corpus, tmp_path):
     assert until(lambda: list(tmp_path.glob("compare-*/metrics.jsonl")))
     child = int(next(tmp_path.glob("compare-*/lock")).read_text().split()[1])
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143 and not os.path.exists(f"/proc/{child}")
+    assert process.wait(30) == 143
+    assert not os.path.exists(f"/proc/{child}")
     assert os.listdir(tmp_path) == ["experiments.jsonl"]
 
 

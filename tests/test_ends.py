@@ -174,7 +174,8 @@ def test_the_last_line_is_json(run, tmp_path):
     with open(tmp_path / "r/metrics.jsonl", "a") as file:
         file.write('{"step": 12, "val/loss": null}\n')  # not finite
     found = summary(Path("r"))
-    assert found["val_loss"] is None and found["checkpoint"] == "r/checkpoints/step_00000006.pt"
+    assert found["val_loss"] is None
+    assert found["checkpoint"] == "r/checkpoints/step_00000006.pt"
 
 
 def test_averages_are_what_leaves_a_run(run, tmp_path, capsys):

@@ -567,7 +567,8 @@ def test_a_rank_that_raises(corpus, tmp_path):
     assert [process.code() for process in group] == [1, 1]
     output = group[1].text()
     assert output.index(f"train.py: failed: RuntimeError: {error}") < output.index("Traceback")
-    assert "Traceback" not in group[0].text() and steps(tmp_path / "r") == [3]
+    assert "Traceback" not in group[0].text()
+    assert steps(tmp_path / "r") == [3]
 
 
 @pytest.mark.slow
@@ -824,7 +825,8 @@ def test_a_backup_of_another_run_is_refused(run, tmp_path, backed_up):
     for flags in ([backed_up, "--eval_only"], [backed_up, "--overwrite"],
                   ["a/checkpoints/step_00000004.pt"]):
         told = run("--out_dir", "b", "--resume", *flags, bare=True, expect=2)
-        assert "--out_dir b: holds a run already" in told and contents(tmp_path, "lock") == before
+        assert "--out_dir b: holds a run already" in told
+        assert contents(tmp_path, "lock") == before
     shutil.move(tmp_path / "a/checkpoints", tmp_path / "moved")  # and there is no other copy
     assert "holds another run" in run("--out_dir", "a", "--auto-resume", bare=True, expect=2)
 

@@ -199,7 +199,7 @@ def begin(run) -> tuple[float, int]:
     is_empty = {*own.path.glob("*"), *folder.glob("*")} == {folder, own.path / "lock"}
     try:
         for other in list_checkpoints(folder):
-            same = [*map(os.stat, other.files())] == [*map(os.stat, start.files())]
+            same = start and [*map(os.stat, other.files())] == [*map(os.stat, start.files())]
             if other.step > step or other.step == step and not same:  # of another branch
                 other.set_aside()
         if checkpoint_at(folder, step):  # verified just now, so older ones can make room
