@@ -142,7 +142,7 @@ def test_optimizer_flags_and_precision_can_change_on_resume_and_no_shape(run, tm
 
 
 class OwnState(torch.optim.SGD):
-    """State in another dtype, under a name of its own, a number in a group; clipped gradients."""
+    """State in another dtype, under a name of its own, NumPy's in a group; clipped gradients."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.0, fused=True)
@@ -153,7 +153,7 @@ class OwnState(torch.optim.SGD):
         assert torch.nn.utils.get_total_norm(grads) < 1.001
         total = self.state.setdefault("total", torch.zeros(()))
         for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
+            group["steps"] = np.int64(group.get("steps", 0) + 1)
             for p in group["params"]:
                 m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=torch.bfloat16))
                 self.state[p].setdefault("own", {0: [p.double() / 3], "kind": "text"})

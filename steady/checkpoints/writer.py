@@ -65,9 +65,9 @@ class Writer:
         self.writing = self.thread.submit(self.write, step, copied, self.copied, is_best)
 
     def copy_to_host(self, seen: dict, name: str, value):
-        """A tensor's copy, in the host buffer of that name; other values as they are."""
+        """A tensor's copy, in the host buffer of that name; a number of NumPy as one of Python."""
         if not isinstance(value, torch.Tensor):
-            return value
+            return value.item() if getattr(value, "shape", None) == () else value  # else unreadable
         place = value.data_ptr(), value.shape, value.stride(), value.dtype
         if value.numel() and place in seen:  # tied weights stay one tensor
             return seen[place]
