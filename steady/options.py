@@ -121,8 +121,8 @@ def make_parser(options: type, prog: str, usage: str, about: str,
 def add_option(group, f: dataclasses.Field, hidden: bool):
     default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     text = f.metadata.get("help", "")
-    if default is not None and default is not False and default != [] and "(default" not in text:
-        shown = " ".join(default) if isinstance(default, list) else default
+    shown = " ".join(default) if isinstance(default, list) else default
+    if shown not in (None, "") and default is not False and "(default" not in text:
         text += f" (default: {'on' if default is True else shown})"
     how = dict(dest=f.name, default=default, help=argparse.SUPPRESS if hidden else text)
     kind = f.type
