@@ -190,8 +190,8 @@ def test_a_browser_draws_one_run_and_two(tmp_path):
     write_rows(tmp_path / "s", (row | padded for row in long_run(90, slow_from=999)))
     make_page(tmp_path, tmp_path / "r")
     one = show(tmp_path / "page.html")
-    assert one.count("<canvas") == one.count("<figure") == 6
-    assert "data +20" in one[one.index("<header") : one.index("</header>")]
+    assert one.count("<canvas") == one.count("<figure") == 6 and "<summary" not in one
+    assert "9000 ·" in one and "data +20" in one[one.index("<header") : one.index("</header>")]
     make_page(tmp_path, tmp_path / "r", tmp_path / "s")
     two = show(tmp_path / "page.html")
     assert two.count("<canvas") == 7 and f"train {tmp_path}/s" in two and "start: slow" not in two

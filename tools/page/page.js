@@ -54,8 +54,8 @@ function drawHead() {
       const alarm = run.events.some(e => e.kind != "anomaly" && text.includes(e.text));
       add(block, "p", text, {className: `${k ? "" : "verdict"} ${alarm ? "bad" : ""}`});
     });
-    const last = run.config.max_steps;  // "null" with --max_minutes
-    const facts = [`step ${run.step} of ${/^\d/.test(last) ? last : "?"}`];
+    const last = run.config.max_steps;  // "null" with --max_minutes; another loop's is not known
+    const facts = [`step ${run.step}${/^\d/.test(last) ? ` of ${last}` : ""}`];
     for (const [key, text] of [["train/loss", x => `loss ${x}`], ["val/loss", x => `validation ${x}`],
       ["step_ms_median", x => `${x} ms/step`], ["perf/tokens_per_second", x => `${x} tokens/s`],
       ["perf/mfu", x => `MFU ${x}`]])
@@ -207,6 +207,7 @@ function drawSamples() {
 function drawConfig() {  // the options; of several runs, those in which they differ
   const names = [...new Set(page.runs.flatMap(run => Object.keys(run.config)))]
     .filter(name => !several || new Set(page.runs.map(run => run.config[name])).size > 1);
+  if (!names.length && !several) return;  // another loop's run
   const details = add(byId("config"), "details", "", {open: several});
   add(details, "summary", several ? "Options in which the runs differ" : "Options");
   const table = add(details, "table");
