@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, before, contents, largest_file
+from conftest import before, contents, environment, largest_file
 
 from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
 from steady.tokens.files import TokenFile, find_sources, stdlib
-from steady.tokens.order import mixture_pattern, permute
+from steady.tokens.order import mixture_pattern
 from steady.tokens.tokenizers import decode
 
 CPU = torch.device("cpu")
@@ -39,17 +39,6 @@ def token_folder(tmp_path, name="d", n=1000, vocab=100, dtype=np.uint16):
     for split in ("train", "val"):
         (np.arange(n) % vocab).astype(dtype).tofile(folder / f"{split}.bin")
     return folder
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 1000, 65537])
-def test_every_epoch_is_a_permutation(n):
-    i = np.arange(n, dtype=np.uint64)
-    orders = [permute(i, n, np.full(n, key, np.uint64)) for key in (1, 2)]
-    for order in orders:
-        assert np.array_equal(np.sort(order), i)
-    if n > 10:
-        assert not np.array_equal(*orders)  # another in each epoch
-        assert abs(np.corrcoef(orders[0][:-1], orders[0][1:])[0, 1]) < 4 / np.sqrt(n)
 
 
 def test_the_order_is_the_one_that_earlier_runs_were_trained_in():
@@ -142,7 +131,7 @@ def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
 
 
 def test_position_a_trillion_costs_the_same(tmp_path, monkeypatch):
-    mixture = load_mixture([str(token_folder(tmp_path, n=100_000))], "train", 10, seed=1)
+    mixture = load_mixture([str(token_folder(tmp_path, n=700_000))], "train", 10, seed=1)
     hashed = []
     before(order_room, "mix", lambda x: hashed.append(len(x)), monkeypatch.setattr)
 
@@ -252,9 +241,9 @@ def test_the_vocabulary_is_the_largest_that_is_known(tmp_path):
 
 def test_stdlib_corpus_is_made_once_and_whole(tmp_path):
     code = "from steady.tokens.files import stdlib; print(stdlib('train'))"
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE,
-                             text=True) for _ in range(2)]
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                             env=environment() | {"XDG_CACHE_HOME": str(tmp_path)})
+            for _ in range(2)]
     folder, same = (process.communicate()[0].strip() for process in both)
     assert folder == same and sorted(os.listdir(folder)) == [
         "train.bin", "train.bin.docs", "train.bin.json", "val.bin", "val.bin.docs", "val.bin.json"]
