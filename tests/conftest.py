@@ -32,7 +32,8 @@ import data  # noqa: E402
 import steady.models.device  # noqa: E402
 import train  # noqa: E402
 from steady.checkpoints.checkpoint import checkpoint_at, compare, list_checkpoints  # noqa: E402
-from steady.guard.process import exit_code, leave  # noqa: E402
+from steady.guard.process import exit_code  # noqa: E402
+from steady.guard.process import run as run_and_leave  # noqa: E402
 from steady.tokens.files import write_tokens  # noqa: E402
 
 # One, unless asked: the models are tiny, and two processes of two spinning threads each are thirty
@@ -91,13 +92,35 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def other_validation(corpus, tmp_path) -> Path:
+    """A copy of the corpus whose validation data are its training data."""
+    folder = Path(shutil.copytree(corpus, tmp_path / "other"))
+    for path in corpus.glob("train.bin*"):
+        shutil.copy(path, folder / path.name.replace("train", "val"))
+    return folder
+
+
+@pytest.fixture
 def copy(finished, tmp_path) -> Path:
     """Of the run that the test's module makes once."""
     return Path(shutil.copytree(finished, tmp_path / "r"))
 
 
 @pytest.fixture
-def run(corpus, tmp_path, monkeypatch):
+def start(corpus, tmp_path):
+    """start(*flags) → the processes of a run in tmp_path, with TINY and the corpus unless `bare`.
+
+    As many as ranks; hook(rank) is called in each of them first.
+    """
+    def start(*flags, bare=False, ranks=1, hook=None, port=None) -> list[Process]:
+        flags = [*([] if bare else [*TINY, "--data", corpus]), *flags]
+        return processes(tmp_path, ranks, flags, hook, port)
+
+    return start
+
+
+@pytest.fixture
+def run(start, corpus, tmp_path, monkeypatch):
     """run(*flags) → what the program printed, run in tmp_path with TINY and the corpus.
 
     bare: without either. expect: the exit code. ranks: processes; hook(rank) is called in each of
@@ -109,7 +132,7 @@ def run(corpus, tmp_path, monkeypatch):
     def run(*flags, bare=False, ranks=1, expect=0, hook=None):
         flags = [*([] if bare else [*TINY, "--data", str(corpus)]), *map(str, flags)]
         if ranks > 1 or hook:
-            group = processes(tmp_path, ranks, flags, hook)
+            group = start(*flags, bare=True, ranks=ranks, hook=hook)
             codes = [process.code() for process in group]
             printed = "".join(process.text() for process in group)
             for process in group:
@@ -221,20 +244,26 @@ def before(owner, name: str, do, put=setattr):
     put(owner, name, call)
 
 
+def after(owner, name: str, do, put=setattr):
+    """From now on `do(*args)` follows each call of `owner.name`."""
+    plain = getattr(owner, name)
+
+    def call(*args, **options):
+        found = plain(*args, **options)
+        do(*args)
+        return found
+
+    put(owner, name, call)
+
+
 def after_updates(do, put=setattr):
     """From now on `do(run)` follows the update of each step."""
-    plain = train.Run.advance
-
-    def advance(run):
-        plain(run)
-        do(run)
-
-    put(train.Run, "advance", advance)
+    after(train.Run, "advance", do, put)
 
 
-def main(argv):
-    """What `python train.py` does, for scripts that change something first."""
-    leave(exit_code(train.main, argv))
+def after_step(step: int, do, put=setattr):
+    """From now on `do()` follows the update of this step."""
+    after_updates(lambda run: run.progress.step == step and do(), put)
 
 
 def free_port() -> int:
@@ -347,7 +376,10 @@ class Process:
                                    MASTER_PORT=str(port))
             if hook:
                 hook()
-            code = exit_code(train.main, [*map(str, flags)])
+            sys.argv = ["train.py", *map(str, flags)]
+            run_and_leave(train.main)
+        except SystemExit as end:
+            code = end.code
         except Exception:
             traceback.print_exc()
         finally:
@@ -365,7 +397,7 @@ class Process:
     def ends_within(self, seconds: int) -> bool:
         return until(self.has_ended, seconds)
 
-    def code(self, seconds=120) -> int:
+    def code(self, seconds=300) -> int:
         """The exit code, or minus the signal that ended it; killed where it takes too long."""
         if self.ends_within(seconds):
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -381,13 +413,15 @@ class Process:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def torchrun_sets(attempt: int):
-    """What torchrun sets in its processes."""
-    os.environ |= dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT=str(attempt))
+def finished_run(folder: Path, corpus: Path, *flags, ranks=1) -> Path:
+    """The directory of a run there, with TINY and the corpus."""
+    for process in processes(folder, ranks, [*TINY, "--data", corpus, "--out_dir", "r", *flags]):
+        assert process.code() == 0, process.text()
+    return folder / "r"
 
 
-def processes(folder: Path, ranks: int, flags, hook=None) -> list[Process]:
+def processes(folder: Path, ranks: int, flags, hook=None, port=None) -> list[Process]:
     """One process a rank, as torchrun would start them; hook is called with the rank."""
-    port = free_port()
+    port = port or free_port()
     return [Process(folder, flags, hook and (lambda r=r: hook(r)), r, ranks, port, f"log{r}.txt")
             for r in range(ranks)]

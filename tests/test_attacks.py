@@ -8,23 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    TINY,
-    Process,
-    after_updates,
-    assert_same_end,
-    before,
-    column,
-    contents,
-    poison,
-    saved,
-    steps,
-)
+from conftest import after_updates, assert_same_end, before, column, contents, poison, saved, steps
 from fsspec.implementations.local import LocalFileSystem
 
 import train
 from steady.checkpoints import checkpoint, writer
-from steady.guard import process
 
 
 def best(run_dir: Path) -> tuple[float, int]:
@@ -156,15 +144,6 @@ def test_the_best_of_a_finished_run(run, tmp_path, other_validation):
     assert step == 16 and loss == column(tmp_path / "r", "val/loss")[16] > 0.5
 
 
-@pytest.fixture
-def other_validation(corpus, tmp_path) -> Path:
-    """A copy of the corpus whose validation data are its training data."""
-    folder = Path(shutil.copytree(corpus, tmp_path / "other"))
-    for path in corpus.glob("train.bin*"):
-        shutil.copy(path, folder / path.name.replace("train", "val"))
-    return folder
-
-
 @pytest.mark.parametrize("flags, changed", [
     (["--val_data", "other"], "validation data"),
     ([], "validation data"),  # exchanged in place
@@ -217,34 +196,26 @@ def test_a_kill_in_a_streak_of_non_finite_steps_changes_nothing(run, tmp_path):
 # --- the screen is a sink like the others ---
 
 
-def train_to_the_end(flags) -> int:
-    """The exit code of what `python train.py` does."""
-    with pytest.raises(SystemExit) as end:
-        process.run(lambda argv: train.main([str(flag) for flag in flags]))
-    return end.value.code
-
-
 @pytest.mark.parametrize("closed", [True, False])  # or full
-def test_training_goes_on_when_the_screen_is_gone(tmp_path, corpus, closed):
-    def hook():
+def test_training_goes_on_when_the_screen_is_gone(run, tmp_path, closed):
+    def hook(rank):
         reader, screen = os.pipe() if closed else (os.dup(0), os.open("/dev/full", os.O_WRONLY))
         os.close(reader)
         os.dup2(screen, 1)
         os.dup2(screen, 2)
         sys.stdout = open(1, "w", encoding="latin-1", closefd=False)
         sys.stderr = open(2, "w", closefd=False)
-        os._exit(train_to_the_end(flags))
 
-    flags = [*TINY, "--data", corpus, "--log_interval", 1, "--max_steps", 30, "--out_dir", "r"]
-    assert Process(tmp_path, [], hook).code() == 0
+    run("--log_interval", 1, "--max_steps", 30, "--out_dir", "r", hook=hook)
     assert len(column(tmp_path / "r", "train/loss")) == 30
 
 
 @pytest.mark.parametrize("what", ["full pipe", "full disk"])
-def test_a_screen_that_fails_for_a_moment_loses_only_that(tmp_path, corpus, what):
+def test_a_screen_that_fails_for_a_moment_loses_only_that(run, what):
     """Until step 10 nothing can be written; a pipe that does not block has been full since then."""
-    def hook():
-        reader, pipe = os.pipe()
+    reader, pipe = os.pipe()
+
+    def hook(rank):
         full = os.open("/dev/full", os.O_WRONLY)
         os.set_blocking(pipe, False)
         with contextlib.suppress(BlockingIOError):
@@ -253,20 +224,15 @@ def test_a_screen_that_fails_for_a_moment_loses_only_that(tmp_path, corpus, what
         os.dup2(pipe if what == "full pipe" else full, 1)
         sys.stdout = open(1, "w", closefd=False)
 
-        def works_again(run):
-            if run.progress.step == 10:
-                os.dup2(pipe, 1)
-                if what == "full pipe":
-                    os.read(reader, 1 << 20)
+        def works_again():
+            os.dup2(pipe, 1)
+            if what == "full pipe":
+                os.read(reader, 1 << 20)
 
-        after_updates(works_again)
-        code = train_to_the_end(flags)
-        Path("shown").write_bytes(os.read(reader, 1 << 20))
-        os._exit(code)
+        after_updates(lambda run: run.progress.step == 10 and works_again())
 
-    flags = [*TINY, "--data", corpus, "--log_interval", 1, "--max_steps", 20, "--out_dir", "r"]
-    assert Process(tmp_path, [], hook).code() == 0
-    lost, *lines = (tmp_path / "shown").read_text().splitlines()
+    run("--log_interval", 1, "--max_steps", 20, "--out_dir", "r", hook=hook)
+    lost, *lines = os.read(reader, 1 << 20).decode().splitlines()
     assert lost.startswith("[lost: ") and "[lost: " not in "".join(lines)
     steps = [line.split("/")[0] for line in lines if " lr " in line]
     assert steps == [f"step {step}" for step in range(10, 21)]
@@ -275,16 +241,16 @@ def test_a_screen_that_fails_for_a_moment_loses_only_that(tmp_path, corpus, what
 @pytest.mark.parametrize("place", ["options.yaml", "tokens/train.bin", "tokens/train.bin.json",
                                    "tokens/train.bin.docs", "tokens/train.bin.mask",
                                    "tokens/val.bin", "r/config.yaml", "r/metrics.jsonl", "r/lock"])
-def test_a_fifo_is_refused_and_never_waited_for(tmp_path, corpus, place):
+def test_a_fifo_is_refused_and_never_waited_for(run, start, tmp_path, corpus, place):
     shutil.copytree(corpus, tmp_path / "tokens")
     (tmp_path / "options.yaml").write_text("max_steps: 1\n")
-    flags = [*TINY, "--config", "options.yaml", "--data", "tokens", "--out_dir", "r"]
+    flags = ["--config", "options.yaml", "--data", "tokens", "--out_dir", "r"]
     if place.startswith("r/"):
-        assert Process(tmp_path, flags).code() == 0
+        run(*flags)
         flags.append("--auto-resume")
     (tmp_path / place).unlink(missing_ok=True)
     os.mkfifo(tmp_path / place)
-    process = Process(tmp_path, flags)
+    (process,) = start(*flags)
     assert process.code(30) == 2, process.text()
     assert place in process.text() and "expected a file" in process.text()
     assert "Traceback" not in process.text()

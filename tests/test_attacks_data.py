@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import TINY, Process, after_updates, before, contents, wait_for
+from conftest import after_step, before, contents, wait_for
 from test_prepare import command, made, read, strings, texts, tokenizer, write_jsonl, zstd
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -26,8 +26,6 @@ from steady.watch.screen import Screen
 from tools import prepare
 from tools import read as read_module
 from tools.prepare import IN_PIECES, Encoder
-
-# --- data that changes between two starts ---
 
 
 @pytest.mark.parametrize("n", [3, 40])  # of many files less is looked at
@@ -300,12 +298,12 @@ def test_the_end_of_any_text_is_for_validation(tmp_path, made, text, before, aft
 
 
 @pytest.mark.parametrize("end", ["goes on", "is killed"])
-def test_two_preparations_into_one_folder(tmp_path, made, end):
+def test_two_preparations_into_one_folder(start, tmp_path, made, end):
     source, out = write_jsonl(tmp_path / "a.jsonl", [{"text": "first"}] * 50), tmp_path / "o"
     other = write_jsonl(tmp_path / "b.jsonl", [{"text": "second"}] * 9)
     flags = ["--out", out, "--workers", 1]
 
-    def hook():
+    def hook(rank):
         def wait(*folders):
             (tmp_path / "ready").touch()
             wait_for(tmp_path / "go")
@@ -313,7 +311,7 @@ def test_two_preparations_into_one_folder(tmp_path, made, end):
         before(prepare, "publish", wait)
         os._exit(prepare.main([*map(str, [source, *flags])]))
 
-    process = Process(tmp_path, [], hook)
+    (process,) = start(hook=hook)
     wait_for(tmp_path / "ready")
     told = made(other, *flags, expect=2)
     assert f"--out {out}: process {process.pid} on {socket.gethostname()} is writing there" in told
@@ -390,24 +388,15 @@ def test_other_ids_without_a_type(tmp_path, run):
     assert "the vocabulary has 65,537 ids" in told
 
 
-# --- files that change while they are read ---
-
-
 @pytest.mark.parametrize("workers, mode", [(1, "stream"), (0, "documents")])
-def test_a_file_cut_while_it_is_mapped_is_named(corpus, tmp_path, mode, workers):
+def test_a_file_cut_while_it_is_mapped_is_named(run, corpus, tmp_path, mode, workers):
     for path in corpus.glob("train.bin*"):
         shutil.copy(path, tmp_path)
     file = tmp_path / "train.bin"
 
-    def cut(run):
-        if run.progress.step == 4:
-            os.truncate(file, 4096)
-
-    flags = [*TINY, "--data", file, "--data_mode", mode, "--max_steps", 400, "--num_workers",
-             workers, "--out_dir", "r", "--eval_interval", 0]
-    process = Process(tmp_path, flags, lambda: after_updates(cut))
-    code, printed = process.code(), process.text()
-    assert code == 2, printed
+    printed = run("--data", file, "--data_mode", mode, "--max_steps", 400, "--num_workers", workers,
+                  "--eval_interval", 0, expect=2,
+                  hook=lambda rank: after_step(4, lambda: os.truncate(file, 4096)))
     said = printed.splitlines()[-2:]
     assert said[0].startswith("saved the last completed step")
     assert said[1].startswith(f"train.py: error: {file}: was cut to 4,096 bytes")

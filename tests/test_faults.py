@@ -24,16 +24,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    TINY,
-    Process,
+    after,
+    after_step,
     after_updates,
     assert_same_end,
     before,
     column,
     contents,
+    finished_run,
     largest_file,
     poison,
-    processes,
     rows,
     saved,
     steps,
@@ -55,12 +55,7 @@ from steady.watch import sinks as telemetry
 from tools import generate as generation
 from tools import prepare
 
-FLAGS = [*TINY, "--eval_interval", "0", "--no_compile"]
-
-
-def at_step(step: int, do, put=setattr):
-    """From now on `do()` follows the update of this step."""
-    after_updates(lambda run: run.progress.step == step and do(), put)
+FLAGS = ["--eval_interval", "0", "--no_compile"]
 
 
 def raising(error: BaseException):
@@ -73,18 +68,19 @@ def raising(error: BaseException):
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory) -> Path:
     """A run of 12 steps with checkpoints of steps 4, 8 and 12; tests change copies of it."""
-    folder = tmp_path_factory.mktemp("finished")
-    process = Process(folder, [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4])
-    assert process.code() == 0, process.text()
-    return folder / "r"
+    return finished_run(tmp_path_factory.mktemp("finished"), corpus, *FLAGS, "--save_interval", 4)
 
 
-def long_run(folder: Path, corpus: Path, *flags, ranks=1) -> list[Process]:
-    """The processes of a run that does not end by itself and has saved."""
-    group = processes(folder, ranks, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps",
-                                      100_000, "--save_interval", 20, *flags])
-    assert until(lambda: steps(folder / "r")), group[0].text()
-    return group
+@pytest.fixture
+def long_run(start, tmp_path):
+    """long_run(*flags) → the processes of a run that does not end by itself and has saved."""
+    def long_run(*flags, ranks=1):
+        group = start(*FLAGS, "--out_dir", "r", "--max_steps", 100_000, "--save_interval", 20,
+                      *flags, ranks=ranks)
+        assert until(lambda: steps(tmp_path / "r")), group[0].text()
+        return group
+
+    return long_run
 
 
 # --- killed ---
@@ -302,7 +298,7 @@ def test_a_save_without_a_thread_or_a_folder(run, tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / "r/checkpoints")
         monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("no new thread")))
 
-    at_step(2, lose, monkeypatch.setattr)
+    after_step(2, lose, monkeypatch.setattr)
     run("--out_dir", "r", "--max_steps", 8, "--save_interval", 4)
     assert steps(tmp_path / "r") == [4, 8]
     telemetry.alert("is lost, and nothing else")
@@ -394,8 +390,8 @@ def test_a_run_that_cannot_begin_leaves_nothing(run, copy, tmp_path, monkeypatch
 # --- other processes ---
 
 
-def test_one_writer_per_directory_whose_loader_workers_do_not_die_first(run, corpus, tmp_path):
-    (process,) = long_run(tmp_path, corpus, "--num_workers", 2)
+def test_one_writer_per_directory_whose_loader_workers_do_not_die_first(run, long_run, tmp_path):
+    (process,) = long_run("--num_workers", 2)
     for flag in ("--auto-resume", "--overwrite"):
         output = run("--out_dir", "r", flag, expect=2)
         assert f"process {process.pid} on {socket.gethostname()} is writing there" in output
@@ -418,13 +414,13 @@ def test_the_lock_of_a_directory_that_is_moved_away_is_none(run, tmp_path, monke
         run_dir.acquire_lock(tmp_path / "r")
 
 
-def test_a_run_that_began_and_ended_meanwhile_is_kept(run, corpus, tmp_path, monkeypatch):
+def test_a_run_that_began_and_ended_meanwhile_is_kept(run, start, tmp_path, monkeypatch):
     """While the second builds its model, the directory is not locked."""
     plain = train.make_optimizers
 
     def make_optimizers(*args):
         train.make_optimizers = plain  # before the fork, which would make another one
-        other = Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r"])
+        (other,) = start(*FLAGS, "--out_dir", "r")
         assert other.code() == 0, other.text()
         return plain(*args)
 
@@ -448,20 +444,19 @@ def test_who_only_reads_renames_nothing(run, copy, tool, monkeypatch):
     assert steps(copy) == [4, 8, 12]
 
 
-def test_orphaned_ranks_stop(corpus, tmp_path):
+def test_orphaned_ranks_stop(start, tmp_path):
     """A rank whose launcher is killed saves and stops by itself."""
     launcher = os.fork()
     if not launcher:
         os.environ["TORCHELASTIC_RUN_ID"] = "x"
-        Process(tmp_path, [*FLAGS, "--data", corpus, "--out_dir", "r", "--max_steps", 100_000],
-                begin)
+        start(*FLAGS, "--out_dir", "r", "--max_steps", 100_000, hook=lambda rank: begin())
         time.sleep(1000)
     assert until(lambda: steps(tmp_path / "r"))
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    assert until(lambda: "stopped at step" in (tmp_path / "log.txt").read_text())
+    assert until(lambda: "stopped at step" in (tmp_path / "log0.txt").read_text())
     step = steps(tmp_path / "r")[-1]
-    assert f"stopped at step {step} by SIGTERM" in (tmp_path / "log.txt").read_text()
+    assert f"stopped at step {step} by SIGTERM" in (tmp_path / "log0.txt").read_text()
 
 
 # --- signals ---
@@ -470,7 +465,7 @@ def test_orphaned_ranks_stop(corpus, tmp_path):
 def test_signals_save_go_on_or_stop_and_resume_bit_for_bit(run, tmp_path, finished, monkeypatch):
     handler = signal.getsignal(signal.SIGTERM)
     for step, number in ((3, signal.SIGUSR1), (6, signal.SIGTERM)):
-        at_step(step, lambda n=number: signal.raise_signal(n), monkeypatch.setattr)
+        after_step(step, lambda n=number: signal.raise_signal(n), monkeypatch.setattr)
     output = run("--out_dir", "r", "--save_interval", 0, "--eval_interval", 0, expect=143)
     assert steps(tmp_path / "r") == [4, 6]
     assert "stopped at step 6 by SIGTERM" in output and "sample" not in output
@@ -479,9 +474,9 @@ def test_signals_save_go_on_or_stop_and_resume_bit_for_bit(run, tmp_path, finish
     assert_same_end(finished, tmp_path / "r")
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path):
+def test_a_signal_to_one_rank_stops_all_at_one_step(long_run, tmp_path):
     """Here as a closed terminal sends it."""
-    group = long_run(tmp_path, corpus, ranks=2)
+    group = long_run(ranks=2)
     group[1].kill(signal.SIGHUP)
     assert [process.code() for process in group] == [129, 129], group[0].text() + group[1].text()
     assert f"stopped at step {steps(tmp_path / 'r')[-1]} by SIGHUP" in group[0].text()
@@ -511,22 +506,21 @@ def test_no_signal_is_lost_that_comes_while_the_ranks_vote(number, asked):
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_save_is_waited_for_unless_ctrl_c_comes_again(corpus, tmp_path, again):
+def test_a_save_is_waited_for_unless_ctrl_c_comes_again(start, tmp_path, again):
     """The save of step 8 takes until there is the file `go`."""
     started, received, go = (tmp_path / name for name in ("started", "received", "go"))
 
-    def hook():
+    def hook(rank):
         def wait(path, state):
             if "step_00000008" in path.name:
                 started.touch()
                 wait_for(go, 1000)
 
-        handle = Stop.handle
         before(writer, "write_checkpoint", wait)
-        Stop.handle = lambda *args: (handle(*args), received.touch())
+        after(Stop, "handle", lambda *_: received.touch())
 
-    flags = [*FLAGS, "--data", corpus, "--out_dir", "r", "--save_interval", 4, "--max_steps", 100]
-    process = Process(tmp_path, flags, hook)
+    (process,) = start(*FLAGS, "--out_dir", "r", "--save_interval", 4, "--max_steps", 100,
+                       hook=hook)
     wait_for(started)
     process.kill(signal.SIGINT)
     wait_for(received)
@@ -544,8 +538,8 @@ def test_a_save_is_waited_for_unless_ctrl_c_comes_again(corpus, tmp_path, again)
 # --- ranks ---
 
 
-def test_a_rank_that_dies(corpus, tmp_path):
-    group = long_run(tmp_path, corpus, "--hang_seconds", 5, ranks=2)
+def test_a_rank_that_dies(long_run, tmp_path):
+    group = long_run("--hang_seconds", 5, ranks=2)
     group[1].kill(signal.SIGKILL)
     assert group[0].code() == 1 and group[1].code() == -9
     output = group[0].text()
@@ -556,14 +550,14 @@ def test_a_rank_that_dies(corpus, tmp_path):
     assert f"saved the last completed step, {steps(tmp_path / 'r')[-1]}" in output
 
 
-def test_a_rank_that_raises(corpus, tmp_path):
+def test_a_rank_that_raises(start, tmp_path):
     error = RuntimeError("GET http://host: Connection reset by peer")  # of a fork's own connection
 
     def hook(rank):
         if rank == 1:
-            at_step(3, raising(error))
+            after_step(3, raising(error))
 
-    group = processes(tmp_path, 2, [*FLAGS, "--data", corpus, "--out_dir", "r"], hook)
+    group = start(*FLAGS, "--out_dir", "r", ranks=2, hook=hook)
     assert [process.code() for process in group] == [1, 1]
     output = group[1].text()
     assert output.index(f"train.py: failed: RuntimeError: {error}") < output.index("Traceback")
@@ -573,11 +567,10 @@ def test_a_rank_that_raises(corpus, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypatch, backend):
+def test_compile_and_ranks_can_change_on_resume(run, tmp_path, monkeypatch, backend):
     """1 rank, 2 ranks, 1 rank compiled, 1 rank: the same samples, so the same losses."""
     monkeypatch.setattr(Transformer, "compile", partialmethod(nn.Module.compile, backend=backend))
-    flags = [*FLAGS, "--data", corpus, "--log_interval", 1, "--lr_schedule", "constant",
-             "--optimizer", "adamw"]
+    flags = [*FLAGS, "--log_interval", 1, "--lr_schedule", "constant", "--optimizer", "adamw"]
     run(*flags, "--out_dir", "whole", "--max_steps", 20)
     flags += ["--out_dir", "r", "--auto-resume", "--max_steps"]
     run(*flags, 5)
@@ -585,8 +578,7 @@ def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypat
     assert "compile on" in run(*flags, 15, "--compile")
     run(*flags, 20, "--no_compile")
     one, two = (column(tmp_path / name, "train/loss") for name in ("whole", "r"))
-    assert list(one) == list(two)
-    assert list(one.values()) == pytest.approx(list(two.values()), rel=1e-4)
+    assert list(one) == list(two) and one == pytest.approx(two, rel=1e-4)
 
 
 # --- exceptions ---
@@ -602,7 +594,7 @@ def test_compile_and_ranks_can_change_on_resume(run, corpus, tmp_path, monkeypat
     (RuntimeError("CUDA error: out of memory\nSearch for"), 1, "CUDA error: out of memory; try -")])
 def test_an_exception_saves_the_last_step(run, tmp_path, monkeypatch, finished, error, code, said):
     with monkeypatch.context() as patch:
-        at_step(5, raising(error), patch.setattr)
+        after_step(5, raising(error), patch.setattr)
         output = run("--out_dir", "r", expect=code)
     assert said in output and "saved the last completed step, 5" in output
     run("--auto-resume", "--out_dir", "r", bare=True)
@@ -610,8 +602,8 @@ def test_an_exception_saves_the_last_step(run, tmp_path, monkeypatch, finished, 
 
 
 def test_half_an_update_is_not_saved(run, tmp_path, monkeypatch):
-    fails = raising(ValueError("bad luck"))
-    at_step(5, lambda: monkeypatch.setattr(torch.optim.AdamW, "step", fails), monkeypatch.setattr)
+    patch, fails = monkeypatch.setattr, raising(ValueError("bad luck"))
+    after_step(5, lambda: patch(torch.optim.AdamW, "step", fails), patch)
     output = run("--out_dir", "r", "--save_interval", 4, expect=1)
     assert steps(tmp_path / "r") == [4] and "saved the last" not in output
 
@@ -867,7 +859,7 @@ def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypat
     copied = []
     monkeypatch.setattr(backup.Backup, "close", lambda self, asked: copied.append(self.newest.step))
     flags = ["--out_dir", "r", "--backup_to", f"file://{tmp_path}/b"]
-    at_step(6, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch.setattr)
+    after_step(6, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch.setattr)
     run(*flags, expect=143)
     assert copied == [] and steps(tmp_path / "r") == [6]
     run(*flags, "--auto_resume")

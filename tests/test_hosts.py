@@ -17,8 +17,8 @@ FLAGS = [*TINY, "--log_interval", 1, "--save_interval", 4]
 # They make as many steps as the test wants: 10, until the file `lost` is there; then those who are
 # alone 10 more, until torchrun stops them to take another host in.
 GATED = """
-import os, sys, time
-import conftest
+import os, time
+import conftest, train
 from steady.guard.stop import Stop
 calls = []
 def requested(self, *args):
@@ -28,7 +28,7 @@ def requested(self, *args):
         time.sleep(0.01)
     return plain(self, *args)
 plain, Stop.requested = Stop.requested, requested
-conftest.main(sys.argv[1:])
+train.process.run(train.main)
 """
 
 
@@ -118,7 +118,7 @@ if victim and where == "import":
 import conftest, train
 if victim:
     setattr(train, dict(data="load_data", step="update")[where], die)
-conftest.main(sys.argv[1:])
+train.process.run(train.main)
 """
 
 

@@ -13,7 +13,7 @@ from multiprocessing import RawValue
 from pathlib import Path
 
 import pytest
-from conftest import TINY, before, column, poison, processes
+from conftest import before, column, poison
 
 import data
 import train
@@ -22,7 +22,7 @@ from steady.checkpoints.checkpoint import best_checkpoint, compare, list_checkpo
 
 KILLS = int(os.environ.get("STEADY_KILLS", 100))
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.truncate")
-FLAGS = [*TINY, "--max_steps", 18, "--save_interval", 3, "--eval_interval", 4, "--log_interval", 2,
+FLAGS = ["--max_steps", 18, "--save_interval", 3, "--eval_interval", 4, "--log_interval", 2,
          "--max_nonfinite", 2, "--keep_checkpoints", 2, "--dropout", 0.1, "--auto-resume",
          "--num_workers", 0]
 KEPT = ("step", "position", "tokens", "best_loss", "best_step", "evaluated_step", "nonfinite",
@@ -62,7 +62,7 @@ def end_of(run: Path) -> dict:
 @pytest.mark.parametrize("policy, ranks, share, way", [
     ("skip", 1, 0.32, "ddp"), ("rollback", 1, 0.32, "ddp"), ("skip", 2, 0.16, "ddp"),
     ("skip", 2, 0.12, "zero3"), ("rollback", 3, 0.08, "zero3")])
-def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ranks, share, way):
+def test_killed_anywhere_a_run_ends_as_undisturbed(start, tmp_path, policy, ranks, share, way):
     kills = round(share * KILLS)
     dice, count = random.Random(f"{policy}{ranks}"), RawValue("i")
     (tmp_path / "runs").mkdir()
@@ -75,9 +75,9 @@ def test_killed_anywhere_a_run_ends_as_undisturbed(corpus, tmp_path, policy, ran
             mine = count if rank == victim else RawValue("i")
             count_and_die(rank, mine, die_at if rank == victim else 0)
 
-        flags = [*FLAGS, "--data", corpus, "--on_nonfinite", policy, "--parallel", way,
-                 "--batch_size", 12 if ranks == 3 else 8, "--out_dir", f"runs/{out_dir}"]
-        group = processes(tmp_path, ranks, flags, hook)
+        group = start(*FLAGS, "--on_nonfinite", policy, "--parallel", way, "--batch_size",
+                      12 if ranks == 3 else 8, "--out_dir", f"runs/{out_dir}", ranks=ranks,
+                      hook=hook)
         codes = {victim: group[victim].code()}
         others = {rank: process for rank, process in enumerate(group) if rank != victim}
         for process in others.values() if codes[victim] else ():

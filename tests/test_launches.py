@@ -8,18 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import (
-    TINY,
-    TRAIN,
-    Process,
-    column,
-    environment,
-    free_port,
-    processes,
-    python,
-    torchrun_sets,
-    wait_for,
-)
+from conftest import TINY, TRAIN, before, column, environment, free_port, python, wait_for
 from test_huggingface import FAMILIES, save_random
 
 import train
@@ -34,17 +23,20 @@ slow = pytest.mark.slow
 
 
 def test_a_restart_that_would_begin_anew_is_refused(run, tmp_path):
+    def hook(rank):  # as torchrun does
+        os.environ |= dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_RESTART_COUNT="1")
+
     run(*FLAGS, "--max_steps", 4, "--out_dir", "old")
     flags = [*FLAGS, "--max_steps", 6, "--out_dir", "old"]
     for more in (["--overwrite"], ["--resume", "old/checkpoints/step_00000004.pt"]):
-        told = run(*flags, *more, hook=lambda rank: torchrun_sets(1), expect=2)
+        told = run(*flags, *more, hook=hook, expect=2)
         assert "continues it only with --auto_resume --out_dir" in told
-    assert "at step 4" in run(*flags, "--auto_resume", hook=lambda rank: torchrun_sets(1))
+    assert "at step 4" in run(*flags, "--auto_resume", hook=hook)
     assert list(column(tmp_path / "old", "train/loss")) == list(range(1, 7))
 
 
-@pytest.mark.parametrize("start, out_dir", [("link.pt", "new"), ("best.pt", "old")])
-def test_a_run_that_starts_from_a_checkpoint_never_starts_at_0(run, tmp_path, start, out_dir):
+@pytest.mark.parametrize("source, out_dir", [("link.pt", "new"), ("best.pt", "old")])
+def test_a_run_that_starts_from_a_checkpoint_never_starts_at_0(run, tmp_path, source, out_dir):
     """Also where it is killed before it has saved one of its own."""
     def hook(rank):
         writer.write_checkpoint = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
@@ -52,10 +44,10 @@ def test_a_run_that_starts_from_a_checkpoint_never_starts_at_0(run, tmp_path, st
     run(*FLAGS, "--max_steps", 4, "--eval_interval", 4, "--out_dir", "old")
     folder = tmp_path / "old/checkpoints"
     (folder / "link.pt").symlink_to(folder / "best.pt")
-    if start == "best.pt":
+    if source == "best.pt":
         (folder / "step_00000004.pt").unlink()
     flags = [*FLAGS, "--max_steps", 8, "--save_interval", 3, "--out_dir", out_dir]
-    run(*flags, "--resume", folder / start, hook=hook, expect=-9)
+    run(*flags, "--resume", folder / source, hook=hook, expect=-9)
     if out_dir == "new":
         shutil.rmtree(tmp_path / "old")  # nothing of it is needed
     told = run(*flags, "--auto-resume")
@@ -74,14 +66,14 @@ def torchrun(folder, script, *flags, options) -> subprocess.Popen:
 @pytest.mark.parametrize("texts, said, code", [
     ([], "py: error: --data d.bin: no such", -9), ([b"old "], "py: error: --data: rank 1, on ", 1),
     ([b"new "], "py: error: --init_from: rank 1, on ", 1)])
-def test_a_rank_that_fails_alone_says_why(run, tmp_path, texts, said, code):
+def test_a_rank_that_fails_alone_says_why(run, start, tmp_path, texts, said, code):
     """As on a host without the data, or with others; what all have in common is said once."""
     for host, on_host, kind in ("0", [b"new "], "llama"), ("1", texts, "qwen3"):
         save_random(tmp_path / host / "m", FAMILIES[kind]())
         for text in on_host:
             write_tokens(tmp_path / host / "d.bin", [text * 400])
-    flags = ["--data", "d.bin", "--init_from", "m", "--seq_len", 32, "--out_dir", tmp_path / "r"]
-    group = processes(tmp_path, 2, flags, lambda rank: os.chdir(str(rank)))
+    group = start("--data", "d.bin", "--init_from", "m", "--seq_len", 32, "--out_dir",
+                  tmp_path / "r", bare=True, ranks=2, hook=lambda rank: os.chdir(str(rank)))
     assert group[1].code() == 2
     if code == -9:  # rank 0 still waits for it, else it notices
         group[0].kill(signal.SIGKILL)
@@ -107,7 +99,7 @@ if where == "meet" and rank == "1":
     ranks.meet = wait
 if where == "data" and rank == "1":
     train.load_data = wait
-conftest.main(sys.argv[1:])
+train.process.run(train.main)
 """
 
 
@@ -131,17 +123,15 @@ def test_orphans_leave_and_the_next_launch_never_meets_them(corpus, tmp_path, wh
         assert not state or state[0] == "Z"
 
 
-def test_a_launch_with_the_same_port_does_not_end_the_first(corpus, tmp_path):
+def test_a_launch_with_the_same_port_does_not_end_the_first(start, tmp_path):
     """Without torchrun: its rank 0 cannot listen there, but rank 1 reaches the first's store."""
-    port, flags = free_port(), [*FLAGS, "--data", corpus, "--max_steps", 40, "--out_dir"]
+    def waits(rank):  # in its first step, for the second launch to end
+        before(train, "learning_rate", lambda *_: wait_for(tmp_path / "ended"))
 
-    def waits():  # in its first step, for the second launch to end
-        plain = train.learning_rate
-        train.learning_rate = lambda *args: wait_for(tmp_path / "ended") or plain(*args)
-
-    first = [Process(tmp_path, [*flags, "a"], waits, r, 2, port, f"a{r}") for r in (0, 1)]
+    flags, both = [*FLAGS, "--max_steps", 40, "--out_dir"], dict(ranks=2, port=free_port())
+    first = start(*flags, "a", hook=waits, **both)
     wait_for(tmp_path / "a/metrics.jsonl")
-    second = [Process(tmp_path, [*flags, "b"], None, r, 2, port, f"b{r}") for r in (0, 1)]
+    second = start(*flags, "b", **both)
     assert second[0].code() == 1
     second[1].kill(signal.SIGKILL)  # it would wait for its rank 0
     time.sleep(1.5)  # in which the watchdogs of the first look at their notes
@@ -217,13 +207,13 @@ def test_no_second_team_where_libgomp_would_end_the_process(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no GNU OpenMP")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_neighbours_that_come_and_go_change_no_loss(corpus, tmp_path, workers):
-    flags = [*FLAGS, "--data", corpus, "--max_steps", 40, "--num_workers", workers]
+def test_neighbours_that_come_and_go_change_no_loss(corpus, tmp_path):
+    flags = [*FLAGS, "--data", corpus, "--max_steps", 40]
     losses = []
-    for name, code in ("alone", []), ("beside", ["-c", OTHERS]):
-        printed, _ = python(*code, TRAIN, *flags, "--out_dir", tmp_path / name, folder=tmp_path,
-                            OMP_NUM_THREADS="2")
-        losses.append(column(tmp_path / name, "train/loss"))
-    assert losses[0] == losses[1] and len(losses[0]) == 40
-    assert int(printed.split("teams")[1]) > 1
+    for code, workers in ([], 0), (["-c", OTHERS], 0), (["-c", OTHERS], 2):
+        out = tmp_path / str(len(losses))
+        printed, _ = python(*code, TRAIN, *flags, "--num_workers", workers, "--out_dir", out,
+                            folder=tmp_path, OMP_NUM_THREADS="2")
+        losses.append(column(out, "train/loss"))
+        assert not code or int(printed.split("teams")[1]) > 1
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 40

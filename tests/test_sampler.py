@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, after_updates, python, rows, until
+from conftest import ROOT, after_step, python, rows, until
 
 from steady.watch import machine
 from steady.watch import sampler as profile
@@ -286,16 +286,13 @@ def test_a_function_in_c_that_keeps_pythons_lock_gets_its_share_of_looks(monkeyp
 
 @pytest.fixture
 def signalled(monkeypatch):
-    """Send this process SIGUSR2 after these steps."""
-    def at(steps):
-        after_updates(lambda run: run.progress.step in steps
-                      and os.kill(os.getpid(), signal.SIGUSR2), monkeypatch.setattr)
-
-    return at
+    """signalled(step) sends this process SIGUSR2 after that step."""
+    return lambda step: after_step(step, lambda: signal.raise_signal(signal.SIGUSR2),
+                                   monkeypatch.setattr)
 
 
 def test_a_signal_writes_a_trace_of_three_steps(run, tmp_path, signalled):
-    signalled([4])
+    signalled(4)
     handler = signal.getsignal(signal.SIGUSR2)
     told = run("--out_dir", "r", "--log_interval", 2)
     assert signal.getsignal(signal.SIGUSR2) == handler
@@ -319,14 +316,14 @@ def test_three_steps_from_one_that_is_asked_for_are_traced(run, tmp_path):
 
 
 def test_a_full_disk_stops_no_training(run, tmp_path, signalled, monkeypatch):
-    signalled([2])
+    signalled(2)
     (tmp_path / "r").mkdir()
     (tmp_path / "r/traces").write_text("a file of the user's")
     assert "step 12/12" in run("--out_dir", "r")
 
 
 def test_a_fork_that_profiles_by_itself_goes_on(run, tmp_path, signalled):
-    signalled([2])
+    signalled(2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert "step 12/12" in run("--out_dir", "r")
     assert not list((tmp_path / "r/traces").glob("*"))
@@ -335,8 +332,7 @@ def test_a_fork_that_profiles_by_itself_goes_on(run, tmp_path, signalled):
 @pytest.mark.slow
 def test_a_trace_of_one_of_several_ranks(run, tmp_path):
     def hook(rank):
-        after_updates(lambda run: rank == 0 and run.progress.step == 4
-                      and os.kill(os.getpid(), signal.SIGUSR2))
+        after_step(4, lambda: rank == 0 and signal.raise_signal(signal.SIGUSR2))
 
     run("--out_dir", "r", "--log_interval", 2, ranks=2, hook=hook)
     assert [path.name for path in (tmp_path / "r/traces").iterdir()] == ["step_5.json"]

@@ -11,25 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
-    ROOT,
-    TINY,
-    Process,
-    assert_same_end,
-    before,
-    column,
-    free_port,
-    rows,
-    saved,
-    steps,
-    until,
-    wait_for,
-)
+from conftest import ROOT, assert_same_end, before, column, rows, saved, steps, until, wait_for
 from test_watchdog import at_step, hang_of, stuck
 
 import data
 import train
 from steady.checkpoints import backup
+from steady.guard.process import begin
 from steady.models.evaluation import Means
 
 FLAGS = ["--out_dir", "r", "--save_interval", 4, "--eval_interval", 6, "--eval_steps", 0,
@@ -152,9 +140,8 @@ def test_a_signal_in_the_last_upload_ends_it(run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sleep", "file", "C"])
-def test_the_first_ctrl_c_is_answered_before_the_step_ends(corpus, tmp_path, kind):
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG],
-                      lambda: at_step(7, lambda: stuck(kind)))
+def test_the_first_ctrl_c_is_answered_before_the_step_ends(start, tmp_path, kind):
+    (process,) = start(*LONG, hook=lambda rank: at_step(7, lambda: stuck(kind)))
     wait_for(tmp_path / "stuck")
     process.kill(signal.SIGINT)
     process.wait_for("stopping after this step; Ctrl-C again ends it at once")
@@ -162,7 +149,7 @@ def test_the_first_ctrl_c_is_answered_before_the_step_ends(corpus, tmp_path, kin
     assert process.code(4) == 130
 
 
-def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp_path):
+def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(start, tmp_path):
     def hang():
         reader, full = os.pipe()
         fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)
@@ -171,8 +158,7 @@ def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp
         os.dup2(full, 2)
         time.sleep(1000)
 
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--hang_seconds", 2],
-                      lambda: at_step(7, hang))
+    (process,) = start(*LONG, "--hang_seconds", 2, hook=lambda rank: at_step(7, hang))
     stacks = tmp_path / "run/stacks/rank_0.txt"
     assert until(lambda: stacks.exists() and "test_signals.py" in stacks.read_text(), 60)
     process.kill(signal.SIGKILL)
@@ -185,9 +171,9 @@ def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(corpus, tmp
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
 @pytest.mark.parametrize("step", [0, 6])
-def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, tmp_path, step):
+def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(start, tmp_path, step):
     """Of 1 MB, in a user namespace and a mount namespace of its own, if those are allowed."""
-    def hook():
+    def hook(rank):
         libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
         if libc.unshare(0x10000000 | 0x20000):
             os._exit(75)
@@ -204,7 +190,7 @@ def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(corpus, 
 
         before(data.Mixture, "batch", fill)
 
-    process = Process(tmp_path, [*TINY, "--data", corpus, *LONG, "--num_workers", 1], hook)
+    (process,) = start(*LONG, "--num_workers", 1, hook=hook)
     code = process.code(60)
     if code == 75:
         pytest.skip("no user namespaces here")
@@ -229,17 +215,15 @@ def test_process_1_answers_sigterm_while_it_starts(tmp_path):
     assert process.wait(30) == 143
 
 
-def test_ctrl_c_ends_the_search_for_rank_0(tmp_path):
-    script = ("import sys; sys.path.insert(0, sys.argv[1])\n"
-              "from steady.guard import process\n"
-              "process.begin()\n"
-              "from steady.ranks.ranks import meet\n"
-              "main = lambda argv: (open('begun', 'w').close(), meet(100))\n"
-              "process.run(main)")
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1",
-             "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", script, ROOT], cwd=tmp_path,
-                               env={**os.environ, **there}, stderr=subprocess.DEVNULL)
+def test_ctrl_c_ends_the_search_for_rank_0(start, tmp_path):
+    def hook(rank):
+        if rank == 0:
+            time.sleep(1000)
+        begin()
+        before(train, "meet", lambda *_: Path("begun").touch())
+
+    missing, searching = start(ranks=2, hook=hook)
     wait_for(tmp_path / "begun")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == -signal.SIGINT
+    missing.kill(signal.SIGKILL)
+    searching.kill(signal.SIGINT)
+    assert searching.code(30) == -signal.SIGINT and missing.code() == -signal.SIGKILL

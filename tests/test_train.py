@@ -19,8 +19,8 @@ import pytest
 import torch
 from conftest import (
     TINY,
-    Process,
-    after_updates,
+    after,
+    after_step,
     assert_same_end,
     before,
     column,
@@ -79,15 +79,14 @@ def test_a_run_learns_and_writes_what_is_promised(run, tmp_path, monkeypatch):
     assert len(re.findall(r"\d+ \+ \d+ = \d+", output)) > 10  # it writes arithmetic
 
 
-def test_kill_and_auto_resume_match_the_undisturbed_run_bit_for_bit(run, tmp_path, corpus):
+def test_kill_and_auto_resume_match_the_undisturbed_run_bit_for_bit(run, start, tmp_path):
     """With dropout, in the middle of an epoch, killed at a moment that nothing prepared for."""
-    flags = [*TINY, "--data", str(corpus), "--max_steps", "30", "--save_interval", "5",
-             "--eval_interval", "10", "--dropout", "0.1", "--keep_checkpoints", "9",
-             "--micro_batch_size", "4", "--log_interval", "1", "--optimizer", "adamw",
-             "--tensorboard", "--warmup_steps", "20"]
-    run(*flags, "--out_dir", "whole", bare=True)
-    process = Process(tmp_path, [*flags, "--out_dir", "killed"], lambda: after_updates(
-        lambda run: run.progress.step == 17 and time.sleep(99)))
+    flags = ["--max_steps", 30, "--save_interval", 5, "--eval_interval", 10, "--dropout", 0.1,
+             "--keep_checkpoints", 9, "--micro_batch_size", 4, "--log_interval", 1, "--optimizer",
+             "adamw", "--tensorboard", "--warmup_steps", 20]
+    run(*flags, "--out_dir", "whole")
+    (process,) = start(*flags, "--out_dir", "killed",
+                       hook=lambda rank: after_step(17, lambda: time.sleep(99)))
     wait_for(tmp_path / "killed" / "checkpoints" / "step_00000015.pt")
     process.kill(signal.SIGKILL)
     process.code()
@@ -167,13 +166,10 @@ def test_what_forks_keep_in_optimizers_and_buffers_is_resumed(run, tmp_path, mon
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()  # another tensor each time
         return compute(self, x + self.mean, where, cache)
 
-    def init(self, cfg):
-        made(self, cfg)
-        self.register_buffer("mean", torch.zeros(()))
-
-    compute, made = model.Block.compute, model.Block.__init__
+    compute = model.Block.compute
     monkeypatch.setattr(model.Block, "compute", forward)
-    monkeypatch.setattr(model.Block, "__init__", init)
+    after(model.Block, "__init__", lambda block, cfg: block.register_buffer(
+        "mean", torch.zeros(())), monkeypatch.setattr)
     monkeypatch.setattr(train, "make_optimizers", lambda net, *_: [OwnState(net.parameters())])
     run("--out_dir", "whole", "--save_interval", 5, "--max_steps", 9)
     assert load(tmp_path / "whole/checkpoints/step_00000009.pt")["model"]["blocks.0.mean"] != 0
@@ -222,13 +218,10 @@ def test_means_instead_of_values_of_each_token_are_refused(run, monkeypatch):
 
 def test_an_id_added_to_those_of_the_data_before_is_refused(run, monkeypatch):
     """A fork's mask would be another id in validation, and one more after each resume."""
-    plain = data.Mixture.__init__
+    def add_mask(mixture, *_):
+        mixture.vocab_size += 1
 
-    def with_mask(self, *args):
-        plain(self, *args)
-        self.vocab_size += 1
-
-    monkeypatch.setattr(data.Mixture, "__init__", with_mask)
+    after(data.Mixture, "__init__", add_mask, monkeypatch.setattr)
     assert "--data: has ids below 259, --data only below 258" in run(expect=2)
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Process, after_updates, before, processes, rows
+from conftest import after_updates, before, rows
 
 import train
 from steady.checkpoints.checkpoint import find_corruption
@@ -144,17 +144,16 @@ def hang_of(folder) -> dict:
     return row
 
 
-def test_a_process_alone_is_warned_once_and_goes_on(corpus, tmp_path):
+def test_a_process_alone_is_warned_once_and_goes_on(start, tmp_path):
     """It asks its user something, who is away."""
     reader, writer = os.pipe()
 
-    def hook():
+    def hook(rank):
         os.dup2(reader, 0)
         sys.stdin = open(0, closefd=False)
         at_step(60, input)
 
-    flags = [*TINY, "--data", corpus, *FLAGS, "--max_steps", "70", "--hang_seconds", "1"]
-    process = Process(tmp_path, flags, hook)
+    (process,) = start(*FLAGS, "--max_steps", 70, "--hang_seconds", 1, hook=hook)
     process.wait_for("no progress")
     time.sleep(1)
     os.write(writer, b"yes\n")
@@ -217,15 +216,14 @@ def skip_a_collective():
         ("no answer", 4, [], "silent"),
         ("dead", 2, ["--monitoring", "off"], "silent"),
         ("a collective less", 3, ["--batch_size", "12"], "waiting")))])
-def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags, code):
+def test_a_rank_that_hangs_is_named(start, tmp_path, kind, ranks, flags, code):
     def hook(rank):
         if kind == "dead":
             die(rank)
         elif rank == ranks - 1:
             at_step(60, lambda: stuck(kind)) if code != "waiting" else skip_a_collective()
 
-    group = processes(tmp_path, ranks, [*TINY, "--data", corpus, *FLAGS, "--hang_seconds", "3",
-                                        *flags], hook)
+    group = start(*FLAGS, "--hang_seconds", 3, *flags, ranks=ranks, hook=hook)
     assert [process.code() for process in group[:-1]] == [1] * (ranks - 1)
     group[-1].kill(signal.SIGKILL if code == "silent" else 0)  # as torchrun does
     assert group[-1].code() == (-9 if code == "silent" else 1)
@@ -245,13 +243,13 @@ def test_a_rank_that_hangs_is_named(corpus, tmp_path, kind, ranks, flags, code):
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_starts_is_named(corpus, tmp_path):
+def test_a_rank_that_never_starts_is_named(start):
     def hook(rank):
         if rank == 1:
             time.sleep(1000)
         os.environ["WORLD_SIZE"] = "5" if rank == 3 else "4"  # of another launch
 
-    group = processes(tmp_path, 4, [*TINY, "--data", corpus, "--hang_seconds", "1"], hook)
+    group = start("--hang_seconds", 1, ranks=4, hook=hook)
     assert group[0].code() == group[2].code() == group[3].code() == 1
     group[1].kill(signal.SIGKILL)
     group[1].code()

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TINY, after_updates, column, processes, python, rows
+from conftest import TINY, after_step, column, python, rows
 from fakecuda.watch import COUNTERS, watch
 
 SMALL = [*TINY, "--device", "cuda", "--no_compile", "--precision", "bf16", "--num_workers", "0",
@@ -48,7 +48,7 @@ OFFSETS = ("from host steady/ranks/parallel.py norms",
 
 
 @pytest.fixture
-def go(corpus, tmp_path):
+def go(run, tmp_path):
     """go(*flags) → (printed, steps): a run in tmp_path with SMALL and the corpus.
 
     steps[n]: the transfers and waits between host and device in step n, {kind and function: times}.
@@ -57,7 +57,7 @@ def go(corpus, tmp_path):
     """
 
     def go(*flags, bare=False, ranks=1, hook=None, memory=80 * 10**9, expect=0):
-        flags = [*([] if bare else [*SMALL, "--data", str(corpus)]), *map(str, flags)]
+        flags = flags if bare else [*SMALL, *flags]
         found = [tmp_path / f"steps{rank}.json" for rank in range(ranks)]
 
         def prepare(rank):
@@ -65,12 +65,7 @@ def go(corpus, tmp_path):
                 hook()
             watch(found[rank], memory)
 
-        group = processes(tmp_path, ranks, flags, prepare)
-        codes = [process.code(300) for process in group]
-        printed = "".join(process.text() for process in group)
-        for process in group:
-            process.log.unlink()
-        assert codes == [expect] * ranks, printed
+        printed = run(*flags, bare=bare, ranks=ranks, hook=prepare, expect=expect)
         return printed, {int(step): without_lines(counts)
                          for step, counts in json.loads(found[0].read_text()).items()}
 
@@ -368,8 +363,8 @@ def test_out_of_memory(go, corpus):
 
 def test_a_device_that_fails(go, tmp_path):
     """Every call raises from then on; the monitor ends the files of the run all the same."""
-    printed, _ = go("--out_dir", tmp_path / "r", expect=1, hook=lambda: after_updates(
-        lambda run: run.progress.step == 7 and ctypes.CDLL(None).fake_fail(710)))
+    printed, _ = go("--out_dir", tmp_path / "r", expect=1, hook=lambda: after_step(
+        7, lambda: ctypes.CDLL(None).fake_fail(710)))
     assert "failed: AcceleratorError: CUDA error" in printed and printed.count("Traceback") == 1
     assert "seconds" in rows(tmp_path / "r")[-1]
 
