@@ -4,15 +4,7 @@ The templates are written anew to give the same text as those of the models name
 and SmolLM3 are from memory.
 """
 
-from transformers import (
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import AutoConfig
 
 TOOLS = (  # without the words around them
     "# Tools\\n\\n<tools>' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}"
@@ -96,17 +88,17 @@ SMOLLM3 = (  # without its tools, and with a constant date
     "('' if mode == '/think' else '<think>\\n\\n</think>\\n') }}{% endif %}")
 CHATML = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
           "<tool_response>", "</tool_response>", "<|endoftext|>"]
-# template, tokens outside the vocabulary, beginning of text, end of text, the config of the model
+# template, tokens outside the vocabulary, beginning of text, end of text, type of the model
 FAMILIES = {
-    "qwen2": (QWEN2, CHATML, None, "<|im_end|>", Qwen2Config),
-    "qwen3": (QWEN3, CHATML, None, "<|im_end|>", Qwen3Config),
+    "qwen2": (QWEN2, CHATML, None, "<|im_end|>", "qwen2"),
+    "qwen3": (QWEN3, CHATML, None, "<|im_end|>", "qwen3"),
     "llama3": (LLAMA3, ["<|start_header_id|>", "<|end_header_id|>"], "<|begin_of_text|>",
-               "<|eot_id|>", LlamaConfig),
-    "mistral": (MISTRAL, ["[INST]", "[/INST]"], "<s>", "</s>", MistralConfig),
-    "gemma3": (GEMMA3, ["<start_of_turn>", "<end_of_turn>"], "<bos>", "<eos>", Gemma3TextConfig),
+               "<|eot_id|>", "llama"),
+    "mistral": (MISTRAL, ["[INST]", "[/INST]"], "<s>", "</s>", "mistral"),
+    "gemma3": (GEMMA3, ["<start_of_turn>", "<end_of_turn>"], "<bos>", "<eos>", "gemma3_text"),
     "phi3": (PHI3, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], None, "<|endoftext|>",
-             Phi3Config),
-    "smollm3": (SMOLLM3, CHATML, None, "<|im_end|>", SmolLM3Config)}
+             "phi3"),
+    "smollm3": (SMOLLM3, CHATML, None, "<|im_end|>", "smollm3")}
 
 TEXT = "The cat sat on a mat; naïve Ωmega 猫 and then\n it ran off, 123 times!\n\n" * 20
 
@@ -152,7 +144,6 @@ def tokenizer_of(family: str):
 
 def config_of(family: str, tokenizer):
     """A model of two layers that takes milliseconds a step."""
-    kind = FAMILIES[family][-1]
     size = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96,
                 num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                 max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id,
@@ -163,4 +154,4 @@ def config_of(family: str, tokenizer):
         size |= dict(sliding_window=64)
     if family == "mistral":
         size |= dict(sliding_window=None)
-    return kind(**size)
+    return AutoConfig.for_model(FAMILIES[family][-1], **size)

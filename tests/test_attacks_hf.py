@@ -11,20 +11,9 @@ import pytest
 import torch
 from conftest import saved
 from safetensors.torch import load_file, save_file
-from test_huggingface import FAMILIES, SMALL, ours_of, save_random, tune
+from test_huggingface import FAMILIES, ours_of, save_random, small, tune
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedTokenizerFast,
-    Qwen3_5Config,
-    RobertaConfig,
-    T5Config,
-)
+from transformers import AutoConfig, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast
 
 from config import Config
 from steady.models import foreign, huggingface
@@ -32,8 +21,7 @@ from steady.options import ConfigError
 from steady.tokens.tokenizers import byte_tokenizer, decode
 from tools import generate as generation
 
-GPT2 = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=None,
-                  eos_token_id=256)
+GPT2 = small("gpt2")
 
 
 def change_json(path, **changes):
@@ -70,7 +58,7 @@ def test_tensors_without_a_place_are_refused(tmp_path, found):
 
 @pytest.mark.parametrize("biased", [False, True], ids=["ours", "foreign"])
 def test_a_tied_head_of_its_own_is_refused_and_can_be_untied(tmp_path, biased):
-    save_random(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=biased))
+    save_random(tmp_path, small("llama", tie_word_embeddings=True, attention_bias=biased))
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -99,8 +87,7 @@ def test_only_the_files_of_the_index_are_read(tmp_path):
 
 def test_sequences_longer_than_a_sliding_window(tmp_path):
     """They can be trained through transformers' own module."""
-    shape = SMALL | dict(max_position_embeddings=64, sliding_window=16)
-    theirs = save_random(tmp_path, MistralConfig(**shape))
+    theirs = save_random(tmp_path, small("mistral", max_position_embeddings=64, sliding_window=16))
     assert huggingface.config_from_hf(Config(init_from=str(tmp_path))).seq_len == 16  # not 1,024
     cfg = Config(init_from=str(tmp_path), seq_len=64)
     with pytest.raises(ConfigError, match="has a context of 16.* --model transformers"):
@@ -136,8 +123,8 @@ def write(tool, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ours", "foreign"])
 def test_long_prompts_are_seen_or_the_cut_is_told(tmp_path, write, kind):
-    shape = SMALL | dict(max_position_embeddings=5200)
-    theirs = save_random(tmp_path / "m", LlamaConfig(**shape, attention_bias=kind == "foreign"))
+    theirs = save_random(tmp_path / "m", small("llama", max_position_embeddings=5200,
+                                               attention_bias=kind == "foreign"))
     byte_tokenizer().save_pretrained(tmp_path / "m")
     flags = [tmp_path / "m", "--temperature", 0, "--max_new_tokens", 3, "--prompt"]
     text = "".join(chr(97 + i * i % 23) for i in range(6000))
@@ -219,12 +206,12 @@ GEMMA = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_atte
 
 def test_configurations_with_a_text_config(tune, tmp_path, monkeypatch):
     flags = ["--max_steps", 2, "--init_from"]
-    found = Qwen3_5Config(text_config=TEXT | LINEAR)
+    found = AutoConfig.for_model("qwen3_5", text_config=TEXT | LINEAR)
     assert save_random(tmp_path / "text", found).config is not found
     found.save_pretrained(tmp_path / "text")
     assert "through transformers' own module" in tune(*flags, "text", "--out_dir", "r")
-    vision = Gemma3Config(text_config=TEXT | dict(sliding_window=32), vision_config=GEMMA,
-                          mm_tokens_per_image=4, image_token_index=250)
+    vision = AutoConfig.for_model("gemma3", text_config=TEXT | dict(sliding_window=32),
+                                  vision_config=GEMMA, mm_tokens_per_image=4, image_token_index=250)
     save_random(tmp_path / "vision", vision)
     tune(*flags, "vision", "--out_dir", "v")
 
@@ -234,7 +221,7 @@ def test_configurations_with_a_text_config(tune, tmp_path, monkeypatch):
     monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", forward)
     told = tune(*flags, "vision", expect=2).splitlines()[-1]
     assert "cannot be trained on text alone: token_type_ids" in told
-    T5Config(vocab_size=257).save_pretrained(tmp_path / "t5")
+    AutoConfig.for_model("t5", vocab_size=257).save_pretrained(tmp_path / "t5")
     assert "architecture t5: expected one of llama" in tune(*flags, "t5", expect=2)
 
 
@@ -244,13 +231,12 @@ def foreign_model(folder, found, **changes):
 
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path):
-    found = RobertaConfig(**SMALL | dict(pad_token_id=1))
     with pytest.raises(ConfigError, match="its tokens attend to later ones; expected"):
-        foreign_model(tmp_path, found)
+        foreign_model(tmp_path, small("roberta", pad_token_id=1))
 
 
 @pytest.mark.parametrize("found", [GPT2, *(
-    AutoConfig.for_model(name, **SMALL, hidden_dropout=0.1)  # Falcon's own is 0
+    small(name, hidden_dropout=0.1)  # Falcon's own is 0
     for name in ("opt", "seed_oss", "falcon"))], ids=lambda found: found.model_type)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_options_reach_a_model_of_transformers(tmp_path, found, dropout):
@@ -281,7 +267,7 @@ def test_a_generation_config_cannot_end_a_talk(tmp_path, write, asks):
     assert write(*flags)[1] == plain
 
 
-@pytest.mark.parametrize("found", [LlamaConfig(**SMALL), GPT2], ids=["ours", "foreign"])
+@pytest.mark.parametrize("found", [small("llama"), GPT2], ids=["ours", "foreign"])
 def test_a_token_that_only_the_tokenizer_has_is_named(tmp_path, tool, found):
     """As one for padding that somebody has added."""
     save_random(tmp_path / "m", found)

@@ -7,7 +7,7 @@ import shutil
 import families
 import pytest
 import torch
-from conftest import TINY, Process, column
+from conftest import column, finished_run
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -27,11 +27,12 @@ SMALL = dict(vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_la
              eos_token_id=256, bos_token_id=None, pad_token_id=None)
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=32)
-GPT2 = dict(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, eos_token_id=256)
+GPT2 = dict(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=64, eos_token_id=256,
+            bos_token_id=None)
 
 
 def small(kind, **more):
-    return AutoConfig.for_model(kind, **SMALL, **more)
+    return AutoConfig.for_model(kind, **(GPT2 if kind == "gpt2" else SMALL) | more)
 
 
 FAMILIES = {
@@ -232,8 +233,7 @@ def test_transformers_loads_what_is_exported(trained, tmp_path):
                                         ("gpt2", [])])
 def test_an_export_keeps_what_training_leaves_alone(tmp_path, tune, kind, more):
     """And has the keys that transformers 4 reads."""
-    gpt2 = AutoConfig.for_model("gpt2", **GPT2)
-    save_random(tmp_path / "m", gpt2 if kind == "gpt2" else FAMILIES[kind]())
+    save_random(tmp_path / "m", small("gpt2") if kind == "gpt2" else FAMILIES[kind]())
     usual = dict(bos_token_id=7, pad_token_id=8, eos_token_id=[9, 256], repetition_penalty=1.05,
                  min_p=0.1, do_sample=True, temperature=0.6)
     (tmp_path / "m/generation_config.json").write_text(json.dumps(usual))
@@ -307,8 +307,8 @@ def test_what_cannot_be_exported(run, trained, tmp_path, tool):
 
 
 def test_other_architectures_train_through_transformers(tmp_path, tune):
-    theirs = save_random(tmp_path / "gpt2", AutoConfig.for_model(
-        "gpt2", **GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=None))
+    found = small("gpt2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    theirs = save_random(tmp_path / "gpt2", found)
     (tmp_path / "gpt2/model.safetensors").unlink()  # it reads other formats, too
     torch.save(theirs.state_dict(), tmp_path / "gpt2/pytorch_model.bin")
     flags = ["--init_from", tmp_path / "gpt2", "--learning_rate", 2e-3, "--save_interval", 10]
@@ -332,19 +332,15 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
         assert "not with a gpt2 trained" in tune(*flags, *more, expect=2)
 
 
-def test_eval_only(tmp_path, tune, run, corpus):
+def test_eval_only(tmp_path, tune, run, corpus, other_validation):
     save_random(tmp_path / "m", FAMILIES["llama"]())
     tune("--init_from", tmp_path / "m", "--out_dir", "r", "--learning_rate", 1e-3)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
     told = run("--eval_only", "--resume", "r/checkpoints/step_00000020.pt", bare=True)
     assert f"validation loss {column(tmp_path / 'r', 'val/loss')[20]:.4f}" in told
     assert "perplexity" in told and "bits_per_byte" in told
-    other = tmp_path / "other"
-    other.mkdir()
-    for end in ("", ".json", ".docs"):
-        (other / f"val.bin{end}").write_bytes((corpus / f"train.bin{end}").read_bytes())
     told = run("--eval_only", "--resume", "r/checkpoints/step_00000020.pt", "--val_data", corpus,
-               other, "--eval_steps", 0, bare=True)
+               other_validation, "--eval_steps", 0, bare=True)
     found = re.search(rf"loss \S+ \(([\d,]+) tokens\).*loss/{corpus.name} \S+ \(([\d,]+) tokens\)"
                       r".*loss/other \S+ \(([\d,]+) tokens\)", told)
     total, one, two = (int(n.replace(",", "")) for n in found.groups())
@@ -376,10 +372,7 @@ def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
 
 @pytest.fixture(scope="module")
 def run_of_60_steps(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    process = Process(folder, [*TINY, "--data", corpus, "--out_dir", "r", "--max_steps", 60])
-    assert process.code() == 0, process.text()
-    return folder / "r"
+    return finished_run(tmp_path_factory.mktemp("trained"), corpus, "--max_steps", 60)
 
 
 @pytest.fixture

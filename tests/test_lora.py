@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import column, largest_file
 from safetensors.torch import load_file, save_file
-from test_huggingface import FAMILIES, SMALL, relative, save_random, tokens, tune
-from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3MoeConfig
+from test_huggingface import FAMILIES, relative, save_random, small, tokens, tune
+from transformers import AutoModelForCausalLM
 
 import config
 import train
@@ -25,7 +25,7 @@ from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
 
 LORA = ["--init_from", "m", "--lora_rank", 4, "--learning_rate", 1e-2]
-PHI3 = Phi3Config(**SMALL | dict(pad_token_id=256), tie_word_embeddings=False)
+PHI3 = small("phi3", pad_token_id=256, tie_word_embeddings=False)
 
 
 def adapted(folder, corpus, dtype=torch.float32, **options):
@@ -117,10 +117,10 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, tool, monkeypatch):
         assert f"{flags[0]}: expected --lora_rank" in tune("--init_from", "m", *flags, expect=2)
     assert "not with --lora_rank" in tune(*LORA, "--resize_embeddings", expect=2)
     assert "down_proj gate_proj" in tune(*LORA, "--lora_targets", "q_prj", expect=2)
-    save_random(tmp_path / "gpt2", GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
+    save_random(tmp_path / "gpt2", small("gpt2"))
     assert "has none" in tune("--init_from", "gpt2", "--lora_rank", 4, expect=2)
-    save_random(tmp_path / "experts", Qwen3MoeConfig(
-        **SMALL, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=16))
+    save_random(tmp_path / "experts", small("qwen3_moe", moe_intermediate_size=32, num_experts=4,
+                                            num_experts_per_tok=2, head_dim=16))
     told = tune("--init_from", "experts", "--lora_rank", 4, "--max_steps", 2)
     assert "M trained; no adapters in 0.05 M outside linear layers" in told  # 2 x 4 x 3 x 32 x 64
     tune("--init_from", "m", "--max_steps", 2, "--out_dir", "full")

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, after_updates, assert_same_end, column, poison, processes, rows, saved
+from conftest import after, after_updates, assert_same_end, before, column, poison, rows, saved
+from test_huggingface import FINE, save_random, small
 from torch import nn
 
 import config
@@ -64,12 +65,11 @@ def test_two_ranks_train_bit_for_bit_as_with_ddp(run, tmp_path, way, flags):
 
 def test_weights_filled_past_autograd_are_the_same_on_any_number_of_ranks(run, tmp_path):
     def hook(rank, change=""):
-        def init(self):
-            weights(self)
-            self.blocks[0].mlp.down.weight.data[:, 3:].normal_(std=0.1)
-            exec(change, {"w": self.head.weight.data, "torch": torch})
+        def fill(model):
+            model.blocks[0].mlp.down.weight.data[:, 3:].normal_(std=0.1)
+            exec(change, {"w": model.head.weight.data, "torch": torch})
 
-        weights, Transformer.init_weights = Transformer.init_weights, init
+        after(Transformer, "init_weights", fill)
 
     run(*FLAGS, "--out_dir", "one", hook=hook)
     run(*FLAGS, "--out_dir", "two", "--parallel", "zero3", ranks=2, hook=hook)
@@ -229,7 +229,7 @@ def test_a_rollback_replaces_its_checkpoint_once_all_ranks_have_read_it(run, tmp
     assert re.findall("replaced (.*)", told) == ["False"] * 2
 
 
-def test_without_a_valid_checkpoint_to_go_back_to_all_ranks_end(corpus, tmp_path):
+def test_without_a_valid_checkpoint_to_go_back_to_all_ranks_end(start):
     def hook(rank):
         def roll_back(run, error):
             if rank == 0:
@@ -240,9 +240,8 @@ def test_without_a_valid_checkpoint_to_go_back_to_all_ranks_end(corpus, tmp_path
         poison(16, 24)
         plain, train.roll_back = train.roll_back, roll_back
 
-    flags = [*TINY, "--data", corpus, "--log_interval", 1, "--save_interval", 2, "--eval_interval",
-             0, "--max_nonfinite", 1, "--on_nonfinite", "rollback", "--out_dir", "r"]
-    group = processes(tmp_path, 2, flags, hook)
+    group = start("--log_interval", 1, "--save_interval", 2, "--eval_interval", 0,
+                  "--max_nonfinite", 1, "--on_nonfinite", "rollback", ranks=2, hook=hook)
     assert [process.code() for process in group] == [1, 1]
     assert group[0].text().count("failed: 1 steps in a row, up to step 3, had a loss") == 1
     assert "no checkpoint is valid (step_00000002.pt: cut short" in group[0].text()
@@ -252,20 +251,13 @@ def test_without_a_valid_checkpoint_to_go_back_to_all_ranks_end(corpus, tmp_path
 def test_the_scale_of_fp16_is_the_same_on_all_ranks(run):
     """Also where only the rows of one rank overflowed."""
     def hook(rank):
-        plain = parallel.Shards.move_gradients
-
-        def move_gradients(self):
-            plain(self)
+        def overflow(shards):
             if rank == 1 and next(steps) == 2:
-                self.pairs[0][1].grad.fill_(math.inf)
+                shards.pairs[0][1].grad.fill_(math.inf)
 
-        def update(run, sums):
-            out = plain_update(run, sums)
-            print("the scale is", run.ranks.scaler.get_scale(), flush=True)
-            return out
-
-        steps, plain_update = iter(range(99)), train.update
-        parallel.Shards.move_gradients, train.update = move_gradients, update
+        steps = iter(range(99))
+        after(parallel.Shards, "move_gradients", overflow)
+        after_updates(lambda run: print("the scale is", run.ranks.scaler.get_scale(), flush=True))
 
     told = run(*FLAGS, "--precision", "fp16", "--parallel", "zero3", "--eval_interval", 0, ranks=2,
                hook=hook)
@@ -362,13 +354,8 @@ def test_an_error_on_one_rank_loses_no_step(run, tmp_path, saving, unlucky):
             if run.progress.step == 4:
                 raise ValueError("bad luck")
 
-        def save(run, *how, **named):
-            fail(run)
-            plain(run, *how, **named)
-
-        plain = train.save_checkpoint
         if rank == unlucky and saving:
-            train.save_checkpoint = save
+            before(train, "save_checkpoint", fail)
         elif rank == unlucky:
             after_updates(fail)
 
@@ -380,18 +367,14 @@ def test_an_error_on_one_rank_loses_no_step(run, tmp_path, saving, unlucky):
     assert compare(saved(tmp_path / "whole")["model"], saved(tmp_path / "r")["model"])[1] == []
 
 
-def test_a_part_alone_is_not_called_saved(corpus, tmp_path):
+def test_a_part_alone_is_not_called_saved(start):
     """Where another rank was killed, and its part is missing."""
     def hook(rank):
-        def die(run):
-            if run.progress.step == 4 and rank == 1:
-                signal.raise_signal(signal.SIGKILL)
-
         writer.HURRY = 0.1
-        after_updates(die)
+        after_updates(lambda run: (run.progress.step, rank) == (4, 1)
+                      and signal.raise_signal(signal.SIGKILL))
 
-    flags = [*TINY, "--data", corpus, "--parallel", "zero3", "--eval_interval", 0]
-    group = processes(tmp_path, 2, flags, hook)
+    group = start("--parallel", "zero3", "--eval_interval", 0, ranks=2, hook=hook)
     assert [process.code() for process in group] == [1, -signal.SIGKILL]
     assert "rank_1_of_2.pt" in group[0].text()
     assert "saved the last completed step" not in group[0].text()
@@ -399,20 +382,10 @@ def test_a_part_alone_is_not_called_saved(corpus, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_foreign_weights_are_sharded(run, tmp_path, kind):
+def test_foreign_weights_are_sharded(run, corpus, tmp_path, kind):
     """Read in rows into our Transformer, or sharded after transformers has read them."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = dict(llama=dict(hidden_size=48, intermediate_size=64, num_hidden_layers=2,
-                            num_attention_heads=3, num_key_value_heads=1, vocab_size=257),
-                 gpt2=dict(n_embd=48, n_layer=2, n_head=3, vocab_size=257, n_positions=64))
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes[kind]))
-    theirs.save_pretrained(tmp_path / "theirs")
-    shape = {"--n_layer", "--n_head", "--n_kv_head", "--d_model", "--d_ff"}
-    flags = [part for flag, value in zip(TINY[::2], TINY[1::2], strict=False)
-             if flag not in shape for part in (flag, value)]
-    flags += [*EXACT, "--batch_size", 6, "--init_from", tmp_path / "theirs"]
+    save_random(tmp_path / "theirs", small(kind))
+    flags = ["--data", corpus, *FINE, *EXACT, "--batch_size", 6, "--init_from", "theirs"]
     for ranks, way in ((2, "ddp"), (2, "zero3"), (3, "zero2")):
         run(*flags, "--parallel", way, "--out_dir", f"{way}{ranks}", bare=True, ranks=ranks)
     assert_equal_runs(tmp_path / "ddp2", tmp_path / "zero32")
@@ -454,11 +427,10 @@ def test_ranks_with_the_same_weights_share_muons_work(run, tmp_path, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "zero3"])
-def test_compiled_blocks_that_compute_again(corpus, tmp_path, way):
-    flags = [*TINY, "--data", corpus, "--log_interval", "1", "--parallel", way, "--max_steps", "4"]
+def test_compiled_blocks_that_compute_again(start, tmp_path, way):
     recomputed = ["--compile", "--activation_checkpointing", "full"]
     for out, more in (("plain", []), ("other", recomputed)):
-        group = processes(tmp_path, 2, [*flags, *more, "--out_dir", out])
-        assert [process.code(300) for process in group] == [0, 0], group[0].text()
-    plain, other = (column(tmp_path / out, "train/loss") for out in ("plain", "other"))
-    assert list(other.values()) == pytest.approx(list(plain.values()), rel=1e-3)
+        group = start("--log_interval", 1, "--parallel", way, "--max_steps", 4, *more, "--out_dir",
+                      out, ranks=2)
+        assert [process.code() for process in group] == [0, 0], group[0].text()
+    assert_equal_columns(tmp_path / "plain", tmp_path / "other", ["train/loss"], rel=1e-3)

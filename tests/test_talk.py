@@ -15,9 +15,10 @@ import pytest
 import torch
 from conftest import ROOT, environment
 from families import config_of, tokenizer_of
+from test_huggingface import small
 from test_prepare import read, texts, write_jsonl
 from tokenizers import processors
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from steady.tokens.tokenizers import byte_tokenizer
 from tools import generate as generation
@@ -31,10 +32,8 @@ def folder_of(path, family: str, std=0.1, **generation_config):
     """
     torch.manual_seed(0)
     tokenizer = byte_tokenizer() if family == "gpt2" else tokenizer_of(family)
-    found = GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, n_positions=128,
-                       bos_token_id=None, eos_token_id=256)
     model = AutoModelForCausalLM.from_config(
-        found if family == "gpt2" else config_of(family, tokenizer))
+        small("gpt2") if family == "gpt2" else config_of(family, tokenizer))
     for p in model.parameters() if std else ():
         torch.nn.init.normal_(p, std=std)
     for name, value in generation_config.items():
