@@ -8,17 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import (
-    TINY,
-    after_updates,
-    assert_same_end,
-    before,
-    column,
-    poison,
-    rows,
-    saved,
-    steps,
-)
+from conftest import TINY, after_updates, assert_same_end, before, column, poison, saved, steps
 
 import config
 import train
@@ -164,8 +154,7 @@ def test_steps_that_are_slow_are_set_earlier(run, corpus, clock, monkeypatch, ra
 
 def test_the_last_line_is_json(run, tmp_path):
     found = json.loads(run("--json", "--out_dir", "r", "--eval_interval", 6).splitlines()[-1])
-    row = [row for row in rows(tmp_path / "r") if "train/loss" in row][-1]
-    assert found["step"] == 12 and found["train_loss"] == row["train/loss"]
+    assert found["step"] == 12 and found["train_loss"] == column(tmp_path / "r", "train/loss")[12]
     assert found["val_loss"] == column(tmp_path / "r", "val/loss")[12]
     assert found["checkpoint"] == "r/checkpoints/step_00000012.pt"
     assert found["best"] == "r/checkpoints/best.pt" and found["seconds"] > 0
