@@ -16,12 +16,13 @@ import torch
 from conftest import python
 
 from steady.watch import machine
-from steady.watch.history import OUTSIDE_PHASES, STEP_PHASES, History
+from steady.watch.history import History
 from steady.watch.lines import OTHERS, longer_lines
 from steady.watch.report import findings, news, report, report_text
 from steady.watch.slow import slow
 from steady.watch.slower import LINE_SURE, slowdown
 from tests.bench.diagnosis import RESULTS, diagnosed, kept, score
+from tests.bench.slowdowns import row_of
 
 SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.5, "optimizer": 0.12, "other": 0.05}
 STEP_MS, EVERY, PLANTED = 25.0, 20, 60  # ms; steps between logs; the log after which it is planted
@@ -33,14 +34,6 @@ def wobble(rng, logs: int, size: float) -> np.ndarray:
     for i in range(1, logs):
         walk[i] = 0.9 * walk[i - 1] + rng.normal(0, size * 0.44)
     return np.exp(np.clip(walk, -size, size))
-
-
-def row_of(step: int, **ms) -> dict:
-    """Of a log: so many ms/step in these phases, and none in others."""
-    row = {f"perf/{name}_ms": ms.get(name, 0.0) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
-    total = sum(ms.get(name, 0.0) for name in STEP_PHASES)
-    return row | {"step": step, "perf/step_ms": total, "perf/step_ms_median": total,
-                  "perf/tflops": 1 / total}
 
 
 def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, factor=1.0,

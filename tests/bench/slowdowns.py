@@ -12,11 +12,19 @@ named first; shape: share of those whose jump or creep is named as such.
 
 import numpy as np
 
-from steady.watch.history import LOGS, History
+from steady.watch.history import LOGS, OUTSIDE_PHASES, STEP_PHASES, History
 from steady.watch.slower import slowdown
 from tests.bench.common import Figure
 
 SHARES = {"data": 0.05, "forward": 0.3, "backward": 0.45, "optimizer": 0.15, "other": 0.05}
+
+
+def row_of(step: int, **ms) -> dict:
+    """Of a log: so many ms/step in these phases, and none in others."""
+    row = {f"perf/{name}_ms": ms.get(name, 0.0) for name in (*STEP_PHASES, *OUTSIDE_PHASES)}
+    total = sum(ms.get(name, 0.0) for name in STEP_PHASES)
+    return row | {"step": step, "perf/step_ms": total, "perf/step_ms_median": total,
+                  "perf/tflops": 1 / total}
 
 
 def trace(rng, logs: int, kind: str, log_interval: int):
@@ -39,12 +47,10 @@ def trace(rng, logs: int, kind: str, log_interval: int):
     mean, median = ms.mean(1), np.median(ms, 1)
     rows = []
     for i in range(logs):
-        row = {f"perf/{name}_ms": share * (mean[i] - grown[i]) for name, share in SHARES.items()}
-        row[f"perf/{phase}_ms"] += grown[i]
-        row |= dict.fromkeys(("perf/logging_ms", "perf/evaluation_ms", "perf/checkpoint_ms"), 0.0)
-        row |= {"step": int(steps[(i + 1) * log_interval - 1]), "perf/step_ms": mean[i],
-                "perf/step_ms_median": median[i], "perf/tflops": 1 / mean[i]}
-        rows.append(row)
+        of = {name: share * (mean[i] - grown[i]) for name, share in SHARES.items()}
+        of[phase] += grown[i]
+        row = row_of((i + 1) * log_interval, **of)
+        rows.append(row | {"perf/step_ms_median": median[i]})
     return rows, slow_at, phase
 
 
