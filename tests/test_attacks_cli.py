@@ -160,9 +160,6 @@ def test_a_bad_file_of_options_is_refused(refused, text, said):
     assert said in printed and "c.yaml" in printed
 
 
-# --- evaluation ---
-
-
 def test_the_evaluation_says_how_much_it_looked_at(run):
     assert "(16 of " in run("--out_dir", "r")
     only = ["--out_dir", "r", "--auto_resume", "--eval_only"]
@@ -171,8 +168,6 @@ def test_the_evaluation_says_how_much_it_looked_at(run):
     assert "validation loss" in everything and " of " not in everything
     assert run(*only, "--eval_steps", 100000, bare=True) == everything
 
-
-# --- damaged runs ---
 
 ODD = ['7', '[1, 2]', '"step"', 'null', '{"step": "3"}', '{"step": null}', '{"step": true}',
        '{"step": 2, "perf/step_ms": "fast"}', '{"step": 2, "end": 5}', '{"step": -4}', 'not JSON',
@@ -192,9 +187,6 @@ def test_a_run_with_odd_contents_is_reported_and_continued(run, tmp_path, monkey
     (tmp_path / "r/checkpoints/step_00000012.pt").unlink()
     run("--out_dir", "r", "--auto_resume", bare=True)
     tool(report_command, "r")
-
-
-# --- Ctrl-C ---
 
 
 @pytest.mark.parametrize("script, seconds", [
