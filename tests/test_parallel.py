@@ -215,14 +215,13 @@ def test_after_a_non_finite_step_all_ranks_do_the_same(run, tmp_path, flags, rol
 def test_a_rollback_replaces_its_checkpoint_once_all_ranks_have_read_it(run, tmp_path):
     """Each took the weights from where they were in another file, and the ranks' own differed."""
     def hook(rank):
-        def states(self, **how):
-            before = self.path.stat()
+        def look(checkpoint):
+            found = checkpoint.path.stat()
             time.sleep(0.5 * rank)
-            print("replaced", self.path.stat() != before, flush=True)
-            return plain(self, **how)
+            print("replaced", checkpoint.path.stat() != found, flush=True)
 
         poison(16, 24)
-        plain, Checkpoint.states = Checkpoint.states, states
+        before(Checkpoint, "states", look)
 
     told = run(*FLAGS, "--log_interval", 1, "--save_interval", 2, "--max_nonfinite", 1,
                "--eval_interval", 0, "--on_nonfinite", "rollback", ranks=2, hook=hook)
@@ -231,14 +230,13 @@ def test_a_rollback_replaces_its_checkpoint_once_all_ranks_have_read_it(run, tmp
 
 def test_without_a_valid_checkpoint_to_go_back_to_all_ranks_end(start):
     def hook(rank):
-        def roll_back(run, error):
+        def cut(run, error):
             if rank == 0:
                 run.dir.writer.wait()
                 os.truncate(run.dir.path / "checkpoints/step_00000002.pt", 1000)
-            plain(run, error)
 
         poison(16, 24)
-        plain, train.roll_back = train.roll_back, roll_back
+        before(train, "roll_back", cut)
 
     group = start("--log_interval", 1, "--save_interval", 2, "--eval_interval", 0,
                   "--max_nonfinite", 1, "--on_nonfinite", "rollback", ranks=2, hook=hook)
@@ -410,14 +408,12 @@ def test_ranks_with_the_same_weights_share_muons_work(run, tmp_path, ranks):
     done = {}
     for least in (0, 2**22):
         def hook(rank, least=least):
-            plain = muon.Muon.orthogonalize
-
-            def orthogonalize(self, stacks):
+            def note(_, stacks):
                 with open(f"done-{least}", "a") as file:
                     file.writelines(f"{len(g)}\n" for g in stacks)
-                return plain(self, stacks)
 
-            muon.LARGE, muon.Muon.orthogonalize = least, orthogonalize
+            muon.LARGE = least
+            before(muon.Muon, "orthogonalize", note)
 
         run(*flags, "--out_dir", f"r{least}", ranks=ranks, hook=hook)
         done[least] = sum(map(int, (tmp_path / f"done-{least}").read_text().split()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import before, column, finished_run
+from conftest import after, before, column, finished_run
 
 from steady.checkpoints import checkpoint, writer
 from steady.checkpoints.backup import Backup
@@ -85,13 +85,8 @@ def test_a_part_and_its_folder_are_synced(tmp_path, monkeypatch):
 
 def test_a_part_is_written_though_its_folder_gets_its_name_meanwhile(tmp_path, monkeypatch):
     """Rank 0 sees the last part before the rank that wrote it has synced the folder."""
-    plain, named = os.replace, tmp_path / "step_00000001"
-
-    def replace(draft, part):
-        plain(draft, part)
-        Path(part).parent.rename(named)
-
-    monkeypatch.setattr(os, "replace", replace)
+    named = tmp_path / "step_00000001"
+    after(os, "replace", lambda _, part: Path(part).parent.rename(named), monkeypatch.setattr)
     write_parts(tmp_path, (1,))
     assert (named / "rank_1_of_2.pt").is_file()
 
