@@ -424,18 +424,10 @@ def test_an_ordinary_step_never_syncs_with_the_device(run, monkeypatch, flags):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_an_ordinary_step_never_syncs_with_the_device_on_a_gpu(run, monkeypatch):
-    plain_check, plain_gather = train.Guard.check, train.Monitor.gather_values
-
-    def check(self, step, ended=False):
-        plain_check(self, step, ended)
-        torch.cuda.set_sync_debug_mode("error" if 3 <= step < 11 else "default")
-
-    def gather(self, *args):
-        torch.cuda.set_sync_debug_mode("default")
-        return plain_gather(self, *args)
-
-    monkeypatch.setattr(train.Guard, "check", check)
-    monkeypatch.setattr(train.Monitor, "gather_values", gather)  # until the check of that step
+    mode, patch = torch.cuda.set_sync_debug_mode, monkeypatch.setattr
+    after(train.Guard, "check", lambda _, step: mode(
+        "error" if 3 <= step < 11 else "default"), patch)
+    before(train.Monitor, "gather_values", lambda *_: mode("default"), patch)  # until that check
     run("--out_dir", "r", "--device", "cuda", "--log_interval", 6)
 
 
