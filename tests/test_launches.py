@@ -206,6 +206,7 @@ def test_no_second_team_where_libgomp_would_end_the_process(monkeypatch):
     assert not made
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="no GNU OpenMP")
 def test_neighbours_that_come_and_go_change_no_loss(corpus, tmp_path):
     flags = [*FLAGS, "--data", corpus, "--max_steps", 40]
