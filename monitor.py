@@ -296,5 +296,5 @@ class Monitor:
 
 
 if __name__ == "__main__":
-    for run_dir in sys.argv[1:]:
+    for run_dir in sys.argv[1:] or sys.exit("usage: python monitor.py RUN_DIR ..."):
         print(report_text(report(Path(run_dir))))
