@@ -153,7 +153,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     for optimizer in run.optimizers:
         run.ranks.scaler.unscale_(optimizer)  # a no-op except in fp16
     grads = [p.grad for p in shards.parameters.values() if p.grad is not None]
-    of_all = torch.stack((*sums, shards.norms(grads).norm()))
+    of_all = torch.stack((*sums, shards.norms(grads).norm().float()))
     if dist.is_initialized():
         dist.all_reduce(of_all)  # the norm as well: all ranks must decide alike
         of_all[::2] /= run.ranks.world_size

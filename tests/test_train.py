@@ -444,7 +444,8 @@ def update(optimizers, parameters, clip):
     return train.update(run, torch.tensor([1.0, cfg.batch_size * cfg.seq_len]))[1]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "without found_inf", "fused sgd"])
+@pytest.mark.parametrize("optimizer",
+                         ["adamw", "muon", "fp64 beside fp32", "without found_inf", "fused sgd"])
 def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
     """Momentum and weight decay would move weights without a gradient."""
     monkeypatch.setattr(devices, "multiplies_bf16", lambda device: False)  # else Muon does, too
@@ -454,6 +455,8 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
         """Weights, the optimizers' state and the norm after gradients of these scales."""
         torch.manual_seed(0)
         model, norm = train.Transformer(cfg), None
+        if optimizer == "fp64 beside fp32":
+            model.norm.double()
         optimizers = train.make_optimizers(model, cfg, torch.device("cpu"),
                                            parallel.Shards().hold(model))
         if optimizer in ("without found_inf", "fused sgd"):
@@ -462,7 +465,8 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
         for scale in scales:
             _, *others = model.parameters()  # the first is frozen
             for i, p in enumerate(others):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * scale
+                grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * scale
+                p.grad = grad.to(p.dtype)
             norm = update(optimizers, model.parameters(), clip)
         state = [each for o in optimizers for each in o.state_dict()["state"].values()]
         return [p.detach() for p in model.parameters()], state, norm
