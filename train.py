@@ -144,9 +144,9 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     """Apply the gradients of the mean over all targets, clipped to the global norm cfg.grad_clip.
 
     sums: losses and targets of this rank. Returns (this rank's loss, scaled so that the mean over
-    ranks is the loss of the step; the unclipped norm). A non-finite norm or a spike skips the
-    update, without a sync: the optimizers read a divisor and a flag on the device, `grad_scale` and
-    `found_inf`, as torch's fused kernels do. An optimizer that ignores them costs a sync per step.
+    ranks is the step's; the unclipped norm). A non-finite norm or a spike skips the update, without
+    a sync: optimizers read `grad_scale` and `found_inf` on the device, as torch's fused kernels do.
+    Others cost a sync per step; so does SGD's first, or a skip would leave its momentum undefined.
     """
     shards, cfg = run.ranks.shards, run.cfg
     shards.move_gradients()
@@ -167,7 +167,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     found_inf = run.guard.skips((~grad_norm.isfinite()).float(), loss, grad_norm)
     for optimizer in run.optimizers:
         own = not type(optimizer).step.__module__.startswith("torch.")  # also a subclass's own
-        own |= isinstance(optimizer, torch.optim.SGD) and not optimizer.state  # skipped: undefined
+        own |= not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups)
         if getattr(type(optimizer) if own else optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             optimizer.step()
