@@ -226,15 +226,17 @@ def test_beside_a_model_s_phases_the_line_that_calls_a_model_is_named(sampler):
 
 
 def test_looks_past_twice_a_usual_step_also_count_as_of_heavy_steps(sampler):
-    clock = sampler.clock
+    clock, here = sampler.clock, sys._getframe()
+    log = eval(compile("sys._getframe()", f"{profile.HERE}/gather.py", "eval"))
     clock.usual_ms = 1e3
-    for phase, spent in (("forward", 1.9), ("forward", 3.0), ("evaluation", 3.0)):
+    for phase, spent, frame in (("forward", 1.9, here), ("forward", 3.0, here), ("other", 3.0, log),
+                                ("waiting", 3.0, here), ("evaluation", 3.0, here)):
         clock.current, clock.since, clock.step_seconds = phase, time.perf_counter(), spent
         for _ in range(LEAST):
-            sampler.look(sys._getframe())
-    profiles = sampler.read(1)["profile"]
-    assert {phase: sum(looks.values()) for phase, looks in profiles.items()} == {
-        "forward": 2 * LEAST, "evaluation": LEAST, "heavy steps": LEAST}
+            sampler.look(frame)
+    looks = {phase: sum(n.values()) for phase, n in sampler.read(1)["profile"].items()}
+    assert looks == dict.fromkeys(("other", "waiting", "evaluation", "heavy steps"), LEAST) | {
+        "forward": 2 * LEAST}
 
 
 def test_a_run_writes_where_its_looks_were(run, tmp_path, monkeypatch):

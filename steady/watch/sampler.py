@@ -23,7 +23,7 @@ from tempfile import gettempdir
 import numpy as np
 import torch
 
-from steady.watch.history import COMPUTE, STEP_PHASES
+from steady.watch.history import COMPUTE, OWN_PHASES
 from steady.watch.lines import OTHERS
 from steady.watch.machine import give_back_signal, take_signal
 from steady.watch.sinks import say
@@ -52,8 +52,7 @@ def frame_of(thread_id: int):
     There a collection may begin while a frame object is made, here and in `f_back`. It lets the
     thread run on, and the object then describes a frame that has ended: a crash.
     """
-    collects = sys.version_info < (3, 12) and gc.isenabled()
-    if collects:
+    if collects := sys.version_info < (3, 12) and gc.isenabled():
         gc.disable()
     try:
         yield sys._current_frames().get(thread_id)
@@ -109,11 +108,12 @@ class Sampler:
         inner = innermost(frame)
         caller = innermost(inner.f_back) if inner else None
         place = tuple((f.f_code, f.f_lineno) if f else None for f in (inner, caller))
-        at_log = phase == "logging"  # the monitor calls json then, not the loop
-        library = "" if inner is frame or at_log else library_name(frame.f_code.co_filename)
+        file = frame.f_code.co_filename if frame else ""
+        at_log = phase == "logging" or file.startswith(HERE)  # the monitor calls json, not the loop
+        library = "" if inner is frame or at_log else library_name(file)
         self.counts[phase, place, library] += 1
         spent = self.clock.step_seconds + time.perf_counter() - self.clock.since
-        if phase in STEP_PHASES and spent > 2e-3 * self.clock.usual_ms:
+        if phase in OWN_PHASES and not at_log and spent > 2e-3 * self.clock.usual_ms:
             self.counts["heavy steps", place, library] += 1
 
     def read(self, step: int) -> dict[str, dict]:
