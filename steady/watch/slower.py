@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from steady.watch.findings import OF_MACHINE, Finding
-from steady.watch.history import COMPUTE, OUTSIDE_PHASES, OWN_PHASES, STEP_PHASES, History
+from steady.watch.history import COMPUTE, OUTSIDE_PHASES, OWN_PHASES, PHASES, STEP_PHASES, History
 from steady.watch.lines import longer_lines, parts_of
 
 COMMON = "all phases"
@@ -99,7 +99,7 @@ def mean_row(rows: list[dict]) -> dict:
     for row in rows:
         for phase, lines in row.get("profile", {}).items():
             profile[phase].update(lines)  # adds them
-    out = {"profile": profile, "looks": sum(sum(lines.values()) for lines in profile.values())}
+    out = {"profile": profile, "looks": sum(profile[x].total() for x in {*profile} & {*PHASES})}
     for name in set().union(*rows) - out.keys():
         values = [row[name] for row in rows if name in row]
         out[name] = sum(values) / len(values) if name.endswith(MEASURED) else values[-1]
