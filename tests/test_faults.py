@@ -429,6 +429,12 @@ def test_a_run_that_began_and_ended_meanwhile_is_kept(run, start, tmp_path, monk
     assert steps(tmp_path / "r")[-1] == 12 and column(tmp_path / "r", "train/loss")[12]
 
 
+def test_a_file_system_without_lasting_inode_numbers(run, copy, monkeypatch):
+    monkeypatch.setattr(run_dir, "os", SimpleNamespace(**vars(os) | {"stat": lambda _: object()}))
+    run("--auto_resume", "--out_dir", "r", "--max_steps", 13, bare=True)
+    assert 12 in steps(copy)
+
+
 def test_who_only_reads_renames_nothing(run, copy, tool, monkeypatch):
     """The run may belong to another process, or be read-only."""
     flip(copy / "checkpoints/step_00000012.pt")

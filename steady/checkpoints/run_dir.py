@@ -199,9 +199,9 @@ def begin(run) -> tuple[float, int]:
     is_empty = {*own.path.glob("*"), *folder.glob("*")} == {folder, own.path / "lock"}
     try:
         for other in list_checkpoints(folder):
-            same = start and [*map(os.stat, other.files())] == [*map(os.stat, start.files())]
-            if other.step > step or other.step == step and not same:  # of another branch
-                other.set_aside()
+            one, two = ([*map(os.stat, each.files())] for each in (other, start or other))
+            if other.step > step or other.step == step and other != start and one != two:
+                other.set_aside()  # of another branch
         if checkpoint_at(folder, step):  # verified just now, so older ones can make room
             checkpoints.rotate(folder, cfg.keep_checkpoints)
         tokenizer, copy = run.train_data.tokenizer_folder, own.path / "tokenizer"
