@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.batches = self.state and self.batches or self.make_batches()  # it may be cleared
+        self.batches = self.state and self.batches or self.make_batches()  # a fork may clear it
         go = 1.0 if self.found_inf is None else 1.0 - self.found_inf  # 0 skips the step
         for batch in self.batches:
             directions = []

@@ -118,7 +118,7 @@ class Sampler:
 
     def read(self, step: int) -> dict[str, dict]:
         """{"profile": {phase: {place: looks}}, "sources": {"FILE:LINE": text}} since the last call;
-        {} after few looks. Place: see lines.parts_of. Phase "heavy steps": past twice a usual step.
+        {} after few looks. Place: see lines.parts_of. "heavy steps": past twice the usual time.
         """
         self.thread_id = threading.get_ident()  # the Monitor may be made in another thread
         if self.counts.total() < LEAST:
