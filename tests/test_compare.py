@@ -168,7 +168,7 @@ def test_arms_that_cannot_be_compared_are_refused(call, pretended, tmp_path):
     for b, more in (("--seq_len 16", ()), ("--batch_size 4", ()), ("--resume x.pt", ()),
                     ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0")),
                     ("--patience 3", ()), ("--estimate 1", ()), ("--verify_resume 2", ()),
-                    ("", ("--learning_rat", "1"))):
+                    ("--seed 3", ()), ("", ("--learning_rat", "1"))):
         said = call("", b, *more, expect=2).err
         assert said.count("\n") == 1, said
     _, results = pretended

@@ -124,8 +124,8 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
         git("worktree", "prune")  # left by earlier comparisons
         git("worktree", "add", "--detach", folder, text)
     cfg, _ = choose_run([*flags, *more, *FIXED_FLAGS])
-    if any(getattr(cfg, name) for name in REFUSED):
-        raise ConfigError(f"{text}: not with --{', --'.join(REFUSED)}")
+    if "--seed" in text or any(getattr(cfg, name) for name in REFUSED):  # both have the same seeds
+        raise ConfigError(f"{text}: not with --seed, --{', --'.join(REFUSED)}")
     _, val_data = data = load_data(cfg)
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
