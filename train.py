@@ -399,7 +399,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     ranks.micro_batch = memory.choose_micro_batch(cfg, ranks, uneven, new_model, varlen)
     model = new_model()
     shards.hold(model)
-    if len(lora.kept(shards.parameters)) < len(shards.parameters):
+    if len(lora.kept(shards.parameters, cfg.lora_rank)) < len(shards.parameters):
         raise ConfigError("--lora_rank: checkpoints would lack the other weights that are trained")
     run = Run(
         cfg, Progress(evaluated=what_is_evaluated(cfg, val_data)), ranks, run_dir, train_data,

@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, assert_same_end, column, free_port, in_clone, poison, tiny_config
+from conftest import TINY, after, assert_same_end, column, free_port, in_clone, poison, tiny_config
 from test_readme import HACKING, RECIPES, WITH_PAIRS, apply, blocks, copy_files
 
 import model
-import train
 from steady.checkpoints.checkpoint import Checkpoint
 from steady.tokens import packing
 from tools import generate, prepare
@@ -140,7 +139,7 @@ def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
 
 
 def changed(name: str, monkeypatch, file: str = "model.py") -> types.ModuleType:
-    text = (ROOT / file).read_text()
+    text = (Path(__file__).parents[1] / file).read_text()
     for of, old, new in FORKS.get(name) or RECIPES[name]:
         text = text.replace(old, new) if of == file else text
     module = types.ModuleType("changed")
@@ -264,21 +263,24 @@ def test_preference_tuning_is_dpo(tmp_path, corpus, monkeypatch):
 
 
 def test_a_fork_without_tools_resumes(tmp_path, corpus):
+    """With adapters named as those of --lora_rank, which alone saves nothing else."""
     clone = copy_files(tmp_path / "clone")
     shutil.rmtree(clone / "tools")
-    assert go(clone, corpus, "r", "--max_steps", 10) == 0
+    adapted = '''    model.requires_grad_(False).norm.lora = nn.ParameterDict({"A": torch.ones(1)})
+    model.norm.register_forward_hook(lambda norm, _, y: y * norm.lora["A"])
+    return model
+'''
+    apply([("train.py", "    return model\n", adapted)], clone)
+    assert go(clone, corpus, "r", "--max_steps", 10, "--optimizer", "adamw") == 0
     assert go(clone, corpus, "r", "--max_steps", 20, "--auto_resume") == 0
     assert max(column(clone / "r", "train/loss")) == 20
+    assert "head.weight" in Checkpoint(clone / "r/checkpoints/step_00000020.pt").state()["model"]
 
 
 def test_weights_that_only_init_sets_are_refused_by_name(run, monkeypatch):
     """Of a model that is built on the meta device."""
-    class Scaled(model.FeedForward):
-        def __init__(self, cfg):
-            super().__init__(cfg)
-            self.scale = torch.nn.Parameter(torch.ones(cfg.d_ff))
-
-    monkeypatch.setattr(model, "FeedForward", Scaled)
+    after(model.FeedForward, "__init__", lambda net, cfg: setattr(
+        net, "scale", torch.nn.Parameter(torch.ones(cfg.d_ff))), monkeypatch.setattr)
     for flags, how in (([], {}), (["--parallel", "zero3"], dict(ranks=2))):
         assert "init_weights: does not set blocks.0.mlp.scale and " in run(*flags, expect=2, **how)
 
@@ -296,15 +298,13 @@ def test_experts_go_to_muon_and_decay(run, tmp_path, monkeypatch):
             y = torch.einsum("btc,ecd->btd", x, self.experts)
             return super().forward(x) + y + self.mix(x.mT).mT
 
-    class Changed(model.Transformer):
-        def init_weights(self):
-            super().init_weights()
-            for block in self.blocks:
-                torch.nn.init.normal_(block.mlp.experts, std=0.1)
-                torch.nn.init.normal_(block.mlp.mix.weight, std=0.1)
+    def init_experts(net):
+        for block in net.blocks:
+            torch.nn.init.normal_(block.mlp.experts, std=0.1)
+            torch.nn.init.normal_(block.mlp.mix.weight, std=0.1)
 
     monkeypatch.setattr(model, "FeedForward", Experts)
-    monkeypatch.setattr(train, "Transformer", Changed)
+    after(model.Transformer, "init_weights", init_experts, monkeypatch.setattr)
     flags = ["--max_steps", 6, "--grad_clip", 0, "--log_interval", 1]
     run(*flags, "--out_dir", "one")
     state = Checkpoint(tmp_path / "one/checkpoints/step_00000006.pt").state()

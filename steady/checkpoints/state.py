@@ -50,7 +50,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         format=checkpoints.FORMAT,
         **dataclasses.asdict(progress),
         nonfinite=run.guard.nonfinite, spikes=run.guard.spikes and run.guard.spikes.window,
-        model=lora.kept(run.ranks.shards.tensors_of(run.model)),
+        model=lora.kept(run.ranks.shards.tensors_of(run.model), run.cfg.lora_rank),
         whole=[name for name, _ in run.model.named_buffers()],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[parameter_names(run, optimizer) for optimizer in run.optimizers],
@@ -80,9 +80,9 @@ def load_checkpoint(run, checkpoint: Checkpoint):
     checkpoints.require_shared(checkpoint.path)
     states = checkpoint.states()  # verified just now, so it is in memory
     refuse_changes(run, checkpoint, states[0])
-    shards, guard = run.ranks.shards, run.guard
+    shards, guard, lora_rank = run.ranks.shards, run.guard, run.cfg.lora_rank
     state = checkpoints.join(states, shards.rows, copy=True)
-    copy_weights(checkpoint, state["model"], lora.kept(shards.tensors_of(run.model)))
+    copy_weights(checkpoint, state["model"], lora.kept(shards.tensors_of(run.model), lora_rank))
     if run.ema:  # starts from the weights if the checkpoint has no averages
         averages = {name: state["model"][name] for name in run.ema.tensors}
         copy_weights(checkpoint, state.get("ema") or averages, run.ema.tensors)

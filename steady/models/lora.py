@@ -77,9 +77,9 @@ def init_weights(model: nn.Module):
             nn.init.zeros_(module.B)
 
 
-def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors to save in a checkpoint: the adapters', if the model has any, else all."""
-    return {n: x for n, x in tensors.items() if n.endswith((".lora.A", ".lora.B"))} or tensors
+def kept(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The tensors to save in a checkpoint: the adapters' of a --lora_rank, else all."""
+    return {n: x for n, x in tensors.items() if not rank or n.endswith((".lora.A", ".lora.B"))}
 
 
 def alpha_of(cfg) -> float:
