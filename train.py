@@ -157,7 +157,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     if dist.is_initialized():
         dist.all_reduce(of_all)  # the norm as well: all ranks must decide alike
         of_all[::2] /= run.ranks.world_size
-    share = of_all[1].clamp(min=1.0) / (cfg.batch_size * cfg.seq_len)  # share of tokens with a loss
+    share = of_all[1].where(of_all[1] > 0, 1.0) / (cfg.batch_size * cfg.seq_len)  # with a loss
     loss, grad_norm = of_all[::2] / share
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     before = copy_of_weights(shards) if run.measures(run.progress.step + 1) else None

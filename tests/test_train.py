@@ -432,8 +432,8 @@ def test_an_ordinary_step_never_syncs_with_the_device_on_a_gpu(run, monkeypatch)
     run("--out_dir", "r", "--device", "cuda", "--log_interval", 6)
 
 
-def update(optimizers, parameters, clip):
-    """The norm that `train.update` of a run that consists of these returns."""
+def update(optimizers, parameters, clip, weight):
+    """The norm that `train.update` returns for these, and for targets of this weight."""
     cfg, shards = tiny_config(grad_clip=clip), parallel.Shards()
     shards.parameters = {str(i): p for i, p in enumerate(parameters)}
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -442,7 +442,7 @@ def update(optimizers, parameters, clip):
         cfg=cfg, optimizers=optimizers, ranks=ranks, progress=Progress(),
         dir=SimpleNamespace(writer=None), monitor=SimpleNamespace(log_all=lambda metrics: None),
         guard=train.Guard(cfg, ranks), measures=lambda step: False)
-    return train.update(run, torch.tensor([1.0, cfg.batch_size * cfg.seq_len]))[1]
+    return train.update(run, torch.tensor([1.0, weight * cfg.batch_size * cfg.seq_len]))[1]
 
 
 @pytest.mark.parametrize("optimizer",
@@ -452,7 +452,7 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
     monkeypatch.setattr(devices, "multiplies_bf16", lambda device: False)  # else Muon does, too
     cfg = tiny_config(optimizer="muon" if optimizer == "muon" else "adamw", weight_decay=0.1)
 
-    def after(*scales, clip):
+    def after(*scales, clip, weight=1.0):
         """Weights, the optimizers' state and the norm after gradients of these scales."""
         torch.manual_seed(0)
         model, norm = train.Transformer(cfg), None
@@ -467,15 +467,15 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
             _, *others = model.parameters()  # the first is frozen
             for i, p in enumerate(others):
                 grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * scale
-                p.grad = grad.to(p.dtype)
-            norm = update(optimizers, model.parameters(), clip)
+                p.grad = (grad * weight).to(p.dtype)
+            norm = update(optimizers, model.parameters(), clip, weight)
         state = [each for o in optimizers for each in o.state_dict()["state"].values()]
         return [p.detach() for p in model.parameters()], state, norm
 
     weights, state, norm = after(1.0, clip=0.5)
     moved = [not torch.equal(*pair) for pair in zip(after(clip=0.5)[0], weights, strict=True)]
     assert norm > 0.5 and any(moved) and not moved[0]
-    small, small_state, small_norm = after(0.5 / norm.item(), clip=0.0)
+    small, small_state, small_norm = after(0.5 / norm.item(), clip=0.0, weight=1e-6)
     assert small_norm == pytest.approx(0.5)
     torch.testing.assert_close(weights, small, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state, small_state, rtol=1e-4, atol=1e-9)
