@@ -262,11 +262,11 @@ def test_preference_tuning_is_dpo(tmp_path, corpus, monkeypatch):
     torch.testing.assert_close(grads, torch.autograd.grad(expected, weights), rtol=1e-4, atol=1e-6)
 
 
-def test_a_fork_without_tools_resumes(tmp_path, corpus):
-    """With adapters named as those of --lora_rank, which alone saves nothing else."""
+def test_a_fork_without_tools_but_with_names_of_our_adapters_resumes(tmp_path, corpus):
     clone = copy_files(tmp_path / "clone")
     shutil.rmtree(clone / "tools")
-    adapted = '''    model.requires_grad_(False).norm.lora = nn.ParameterDict({"A": torch.ones(1)})
+    adapted = '''    model.requires_grad_(False).base = nn.ParameterDict({"A": torch.ones(1)})
+    model.norm.lora = model.base
     model.norm.register_forward_hook(lambda norm, _, y: y * norm.lora["A"])
     return model
 '''

@@ -59,7 +59,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         config=dataclasses.asdict(run.cfg),
         data=data.fingerprint, stages=data.order.plan[1:],
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
-        base=getattr(run.model, "base", None))  # of adapters: their base's hash
+        base=getattr(run.model, "lora_base", None))  # of adapters: their base's hash
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None, alone)
     run.dir.saved = dataclasses.replace(progress)  # not if `save` raised, say as a rank was lost
 
@@ -226,6 +226,6 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
         if set(refused) & set(weights):
             advice = "Its weights fit no other model; use the options of its config.yaml (--config)"
         raise ConfigError(f"{checkpoint}: this run differs from it: {differences}. {advice}")
-    if state.get("base") != getattr(run.model, "base", None):
+    if state.get("base") != getattr(run.model, "lora_base", None):
         raise ConfigError(f"{checkpoint}: adapts other weights than --init_from {cfg.init_from} "
                           "now has")

@@ -332,10 +332,10 @@ def linear_parts(model: nn.Module) -> lora.Parts:
 
 
 def adapt(model: nn.Module, cfg, dtype: torch.dtype) -> nn.Module:
-    """The model; with --lora_rank, adapted, with its base's hash as `base`. Raises ConfigError."""
+    """The model; with --lora_rank, adapted, its base's hash as `lora_base`. Raises ConfigError."""
     if cfg.lora_rank:
         lora.adapt(model, linear_parts(model), cfg, dtype)
-        model.base = fingerprint(cfg.init_from)
+        model.lora_base = fingerprint(cfg.init_from)
     return model
 
 
