@@ -12,7 +12,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -164,7 +163,7 @@ def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
     assert call("--ledger", None, expect=0).out.count("is better by") == 2
 
 
-def test_arms_that_cannot_be_compared_are_refused(call, pretended, tmp_path):
+def test_arms_that_cannot_be_compared_are_refused(call, pretended, tmp_path, monkeypatch):
     for b, more in (("--seq_len 16", ()), ("--batch_size 4", ()), ("--resume x.pt", ()),
                     ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0")),
                     ("--patience 3", ()), ("--estimate 1", ()), ("--verify_resume 2", ()),
@@ -172,8 +171,8 @@ def test_arms_that_cannot_be_compared_are_refused(call, pretended, tmp_path):
         said = call("", b, *more, expect=2).err
         assert said.count("\n") == 1, said
     _, results = pretended
-    with (patch.dict(os.environ, PATH=str(tmp_path)),
-          pytest.raises(ConfigError, match="git: No such file")):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="git: No such file"):
         compare.git("log")
     assert not os.path.exists("experiments.jsonl")
     results += [2.0, 2.1, 2.1001, 2.0001, 2.0, 2.1]
@@ -195,13 +194,14 @@ def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
         assert said["level"] == compare.level_of(k)
     for result, why in ((7, "exit code 7, no val_loss"), (None, "exit code 0, no val_loss"),
                         ("nothing", "exit code 0, no"), ('{"val_loss": NaN}', "exit code 0, no"),
+                        ('{"val_loss":2,"evaluated":{"ema":true}}', "exit code 0, no val_loss_ema"),
                         ('{"val_loss": 2, "evaluated": {"seq_len": 9}}', "evaluates")):
         results[:] = [2.0, result]
         said = call("", "--beta1 0.8", expect=1).err
         assert f"B with --seed 1: {why}" in said and "the reason" in said
     results[:] = pairs
     said = json.loads(call("", "--beta1 0.8", "--json", "--seeds", "5", expect=4).out)
-    assert said["comparison"] == 36 and "0.8" in said["flags"][1] and "0.8" not in said["flags"][0]
+    assert said["comparison"] == 37 and "0.8" in said["flags"][1] and "0.8" not in said["flags"][0]
     first, *others = call("--ledger", None, expect=0).out.splitlines()
     assert "B is better" in first and len(others) == 2
 
@@ -210,8 +210,8 @@ def test_comparisons_that_begin_at_once_have_different_numbers(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     together, read = threading.Barrier(2), compare.objects
     monkeypatch.setattr(compare, "objects", lambda path: (together.wait(60), read(path))[1])
-    monkeypatch.setattr(compare, "result_of", lambda *a: dict(loss=1.0, step_ms=1.0, memory=1.0))
-    arms = {name: compare.Arm(name, ROOT, [], "val_loss", {}, None) for name in "AB"}
+    monkeypatch.setattr(compare, "result_of", lambda *a: dict(loss=1, step_ms=1, memory=1, name=""))
+    arms = {name: compare.Arm(name, ROOT, [], False, {}, None) for name in "AB"}
     with ThreadPoolExecutor() as pool:
         found = [pool.submit(compare.decide, arms, range(3), io.StringIO()) for _ in range(2)]
     assert sorted(each.result()["comparison"] for each in found) == [1, 2]

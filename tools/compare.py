@@ -93,7 +93,7 @@ class Arm(NamedTuple):
     title: str  # in the ledger
     code: Path  # folder
     flags: list[str]
-    loss: str  # the name of the compared loss
+    ema: bool  # averages weights, by the code that compares
     evaluated: dict  # the validation samples
     key: str | None  # with --reuse: runs of equal keys and seeds have equal losses
 
@@ -129,10 +129,10 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
     _, val_data = data = load_data(cfg)
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
-    evaluated = what_is_evaluated(cfg, val_data) | {"ema": None, "data_mode": val_data.mode}
+    evaluated = what_is_evaluated(cfg, val_data) | {"data_mode": val_data.mode}
     flags = [*flags, *more, f"--eval_steps={cfg.eval_steps}"]  # overrides a revision's default
     key = key_of(code, cfg, evaluated, *data) if reuse and not cfg.max_minutes else None
-    return Arm(title, code, flags, "val_loss_ema" if cfg.ema else "val_loss", evaluated, key)
+    return Arm(title, code, flags, evaluated.pop("ema"), evaluated, key)
 
 
 def key_of(code: Path, cfg, evaluated: dict, *data) -> str:
@@ -157,15 +157,16 @@ def result_of(name: str, arm: Arm, seed: int) -> dict:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", input="")
         rows = objects(Path(folder, "metrics.jsonl"), *done.stdout.splitlines())
         end = {key: value for row in rows for key, value in row.items()}
-    evaluated = arm.evaluated | end.get("evaluated", {}) | dict(ema=None)  # with its own defaults
+    evaluated = arm.evaluated | {"ema": arm.ema} | end.get("evaluated", {})  # with its own defaults
+    loss = "val_loss_ema" if evaluated.pop("ema") else "val_loss"
     wrong = f"evaluates {evaluated}; expected {arm.evaluated}" * (evaluated != arm.evaluated)
-    if done.returncode or end.get(arm.loss) is None:  # a non-finite loss is null
-        wrong = f"exit code {done.returncode}, no {arm.loss}"
+    if done.returncode or end.get(loss) is None:  # a non-finite loss is null
+        wrong = f"exit code {done.returncode}, no {loss}"
     if wrong:
-        last = (done.stdout + done.stderr).splitlines()[-12:]
-        raise Failed("\n".join([f"{name} with --seed {seed}: {wrong}; its last lines:", *last]))
-    memory = end.get("peak_gb") or end.get("rss_gb")
-    result = dict(loss=end[arm.loss], step_ms=end.get("step_ms"), memory=memory)
+        raise Failed("\n".join([f"{name} with --seed {seed}: {wrong}; its last lines:",
+                                *(done.stdout + done.stderr).splitlines()[-12:]]))
+    result = dict(loss=end[loss], name=loss, step_ms=end.get("step_ms"),
+                  memory=end.get("peak_gb") or end.get("rss_gb"))
     if run:
         note(dict(run=run, result=result))
     return result
@@ -243,9 +244,8 @@ def decide(arms: dict[str, Arm], seeds: range, screen) -> dict:
     (mean, half), (text, better) = difference(losses, level), verdict(losses, level)
     found = {name: arm.title for name, arm in arms.items()} | dict(
         verdict=text, better=better, comparison=number, level=level, difference=mean, pairs=pairs,
-        difference_interval=[mean - half, mean + half],
-        compared=[arm.loss for arm in arms.values()],
-        flags=[arm.flags for arm in arms.values()])
+        difference_interval=[mean - half, mean + half], flags=[arm.flags for arm in arms.values()],
+        compared=[pairs[0][arm]["name"] for arm in arms])
     for name in ("step_ms", "memory"):
         found[f"{name}_ratio"], found[f"{name}_ratio_interval"] = ratio(pairs, name, level)
     return found
