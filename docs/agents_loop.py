@@ -2,7 +2,7 @@
 
     python docs/agents_loop.py --minutes 480 patches/*.patch -- --steps 200 --seeds 13
 
-Refuses to begin with uncommitted changes. Flags after -- go to `monitor.py compare HEAD~1 HEAD`.
+Refuses to begin with uncommitted changes. Flags after -- go to `monitor.py compare HEAD CHANGE`.
 A patch may not touch the code that judges it. One that hangs is left out after --each minutes.
 """
 
@@ -21,8 +21,8 @@ def git(*command: str) -> str:
 
 
 def judge(patch: str, minutes: float, flags: list[str]) -> str:
-    """Apply and commit a patch; take it back unless it is better. Returns a line."""
-    before, kept = git("rev-parse", "HEAD").strip(), False
+    """Commit a patch, and take it back until it is known to be better. Returns a line."""
+    before = git("rev-parse", "HEAD").strip()
     try:
         git("apply", "--index", patch)
         # both names of a renamed file; relative to this folder, if it is in a larger repository
@@ -30,18 +30,19 @@ def judge(patch: str, minutes: float, flags: list[str]) -> str:
         if any(path.startswith(JUDGES) for path in touched):
             return f"left out: it touches {', '.join(touched)}"
         git("commit", "-m", patch)
-        done = subprocess.run(["timeout", f"{minutes}m", sys.executable, "monitor.py", "compare",
-                               before, "HEAD", "--json", *flags], capture_output=True, text=True)
-        kept = done.returncode == 0
-        if done.returncode not in (0, 3, 4):
-            return f"left out: exit code {done.returncode}: {done.stderr.strip()[-300:]}"
-        objects = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        return f"{'kept' if kept else 'left out'}: {json.loads(objects[-1])['verdict']}"
+        change = git("rev-parse", "HEAD").strip()
     except subprocess.CalledProcessError as e:
         return f"left out: {e.stderr.strip()}"
-    finally:
-        if not kept:
-            git("reset", "--hard", before)
+    finally:  # at once: a kill of this loop keeps no patch that is not judged
+        git("reset", "--hard", before)
+    done = subprocess.run(["timeout", f"{minutes}m", sys.executable, "monitor.py", "compare",
+                           before, change, "--json", *flags], capture_output=True, text=True)
+    if done.returncode not in (0, 3, 4):
+        return f"left out: exit code {done.returncode}: {done.stderr.strip()[-300:]}"
+    said = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    if kept := said["better"] == "B":
+        git("merge", "--ff-only", change)
+    return f"{'kept' if kept else 'left out'}: {said['verdict']}"
 
 
 if __name__ == "__main__":

@@ -97,8 +97,7 @@ def in_process(monkeypatch):
 
     def run(command, **_):
         flags.append(command[2:])
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             code = exit_code(train.main, flags[-1])
         tidy()
         return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr="")
@@ -344,10 +343,8 @@ def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
         assert git("log", "--format=%s") == "mine\n"
         return printed
 
-    commit("= 2 * group", "other")
-    (tmp_path / "p").write_text(git("diff", "HEAD~1"))
-    git("reset", "-q", "--hard", "HEAD~1")
     (work / "train.py").write_text("unsaved\n")
+    (tmp_path / "p").write_text(git("diff"))
     assert "train.py" in call(1) and (work / "train.py").read_text() == "unsaved\n"
     git("checkout", "train.py")
     hook = work / ".git/hooks/pre-commit"
@@ -367,6 +364,9 @@ def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
     (tmp_path / "p").write_text(git("diff"))
     git("checkout", "train.py")
     assert "left out: exit code 124" in call(0, "--each", 0.01)
+    (work / "monitor.py").write_text("import os\nexit(os.system('git log --format=%s >&2') + 9)")
+    git("commit", "-qa", "--amend", "--no-edit")
+    assert "left out: exit code 9: mine" in call()  # if killed now, no patch is kept
 
 
 @pytest.mark.slow
