@@ -163,18 +163,18 @@ def test_a_worse_learning_rate_is_found(call, in_process, corpus, tmp_path):
 
 
 def test_arms_that_cannot_be_compared_are_refused(call, pretended, tmp_path, monkeypatch):
+    (tmp_path / "a.yaml").touch()
     for b, more in (("--seq_len 16", ()), ("--batch_size 4", ()), ("--resume x.pt", ()),
                     ("'", ()), ("--beta1 2", ()), ("", ("--seeds", "2")), ("", ("--steps", "0")),
                     ("--patience 3", ()), ("--estimate 1", ()), ("--verify_resume 2", ()),
-                    ("--seed 3", ()), ("", ("--learning_rat", "1"))):
-        said = call("", b, *more, expect=2).err
-        assert said.count("\n") == 1, said
-    _, results = pretended
+                    ("--seed 3", ()), ("", ("--learning_rat", "1")),
+                    ("--config a.yaml --beta1 0.8", ("--config=a.yaml",))):
+        assert call("", b, *more, expect=2).err.count("\n") == 1, (b, more)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="git: No such file"):
         compare.git("log")
     assert not os.path.exists("experiments.jsonl")
-    results += [2.0, 2.1, 2.1001, 2.0001, 2.0, 2.1]
+    pretended[1].extend([2.0, 2.1, 2.1001, 2.0001, 2.0, 2.1])
     printed = call("", "--batch_size 4 --eval_steps 4", "--beta2", "0.9", expect=3).out
     assert "A is better by 0.1 ±" in printed and "step_ms_ratio" in printed
     assert all("--beta2" in run for run in pretended[0][-6:])

@@ -124,8 +124,9 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
         git("worktree", "prune")  # left by earlier comparisons
         git("worktree", "add", "--detach", folder, text)
     cfg, _ = choose_run([*flags, *more, *FIXED_FLAGS])
-    if "--seed" in text or any(getattr(cfg, name) for name in REFUSED):  # both have the same seeds
-        raise ConfigError(f"{text}: not with --seed, --{', --'.join(REFUSED)}")
+    twice = sum(flag[:8] == "--config" for flag in [*flags, *more]) > 1  # one would have no effect
+    if twice or "--seed" in text or any(getattr(cfg, name) for name in REFUSED):  # seeds are equal
+        raise ConfigError(f"{text}: not with --seed, two --config, --{', --'.join(REFUSED)}")
     _, val_data = data = load_data(cfg)
     if not val_data:
         raise ConfigError(f"{text}: no validation data; name some with --val_data")
@@ -202,8 +203,7 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=8, metavar="N", choices=range(3, 21),
                         help="pairs at most, 3 to 20 (default: 8)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="the first (default: 1)")
-    parser.add_argument("--reuse", action="store_true", help="take losses of earlier runs with "
-                        "--reuse from the ledger, without their ms/step")
+    parser.add_argument("--reuse", action="store_true", help="take known losses from the ledger")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     if argv[:1] not in (["-h"], ["--help"]):  # argparse takes flags after a space for values
         argv = [*(f" {arm}" for arm in argv[:2]), *argv[2:]]
