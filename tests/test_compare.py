@@ -223,8 +223,7 @@ needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_known_results_are_reused_until_code_options_or_data_change(call, pretended, tmp_path,
                                                                     monkeypatch):
     flags, results = pretended
-    code = tmp_path / "code"
-    code.mkdir()
+    (code := tmp_path / "code").mkdir()
     monkeypatch.setattr(compare, "ROOT", code)
     assert call("", "", "--reuse", expect=2).err.count("\n") == 1
     assert not os.path.exists("experiments.jsonl")
@@ -234,10 +233,8 @@ def test_known_results_are_reused_until_code_options_or_data_change(call, preten
 
     def runs(*more: str) -> int:
         """How many a comparison trains; its result is that of three pairs."""
-        flags.clear()
-        results[:] = [2.0, 2.1, 2.1001, 2.0001, 2.0, 2.1]
-        said = json.loads(call("", "--beta1 0.8", "--json", "--data", str(tmp_path), *more,
-                               expect=3).out)
+        flags[:], results[:] = [], [2.0, 2.1, 2.1001, 2.0001, 2.0, 2.1]
+        said = json.loads(call("", "--beta1 0.8", "--json", "--data=.", *more, expect=3).out)
         assert said["difference"] == pytest.approx(0.1) and said["memory_ratio"] == 1
         assert (said["step_ms_ratio"] is None) == (len(flags) < 6)
         return len(flags)
@@ -253,6 +250,9 @@ def test_known_results_are_reused_until_code_options_or_data_change(call, preten
     assert runs("--reuse") == 0
     (code / "möre.py").write_text("")
     assert runs("--reuse") == 6
+    monkeypatch.setattr(compare, "fingerprint", str)
+    key = partial(compare.key_of, code, SimpleNamespace(init_from=str(tmp_path), device="cpu"), {})
+    assert key() != ((tmp_path / "config.json").write_text("{}") and key())
     results[:], flags[:] = [2.1, 2.1001], []
     arm = compare.open_arm("", ["--data", str(tmp_path), "--max_minutes", "1"], code, reuse=True)
     for _ in range(2):  # the machine decides how many steps it has

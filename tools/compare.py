@@ -25,7 +25,7 @@ import torch
 
 from data import load_data, what_is_evaluated
 from steady.models.device import device_name, pick_device
-from steady.models.huggingface import fingerprint
+from steady.models.huggingface import fingerprint, folders
 from steady.options import ConfigError, Failed, Parser, normal_form, reading_paths
 from train import choose_run
 
@@ -137,12 +137,12 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
 
 
 def key_of(code: Path, cfg, evaluated: dict, *data) -> str:
-    """A hash of code, options, data, torch, device and threads. Raises ConfigError without git."""
+    """A hash of code, options, model, data, torch, device. Raises ConfigError without git."""
     files = sorted(git("ls-files", "-coz", "--exclude-standard", "*.py", at=code).split("\0"))
+    files += [str(folders(cfg.init_from)[-1].resolve() / "config.json")] if cfg.init_from else []
     texts = [(name, path.read_bytes()) for name in files if (path := code / name).is_file()]
     facts = (texts, cfg, cfg.init_from and fingerprint(cfg.init_from), torch.__version__,
-             device_name(pick_device(cfg.device, 0)), torch.get_num_threads(),
-             evaluated, [mixture.fingerprint for mixture in data])
+             device_name(pick_device(cfg.device, 0)), evaluated, [one.fingerprint for one in data])
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
