@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -266,6 +267,16 @@ def test_all_kinds_of_input_give_the_same_documents(tmp_path, made, kind):
     assert strings(tmp_path / "o") == columns["body"][:70]
     told = made(given, expect=2)
     assert "has id, body" in told and "expected text (see --text_field)" in told
+
+
+def test_files_are_first_read_after_the_fork(tmp_path, made, monkeypatch):
+    """Before Python 3.12 a process forked beside Arrow's threads may hang."""
+    children = []
+    monkeypatch.setattr(prepare, "usable_cores", lambda: 2)
+    before(prepare, "read_items",
+           lambda *_: children.append(len(multiprocessing.active_children())), monkeypatch.setattr)
+    made(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]), "--workers", 2)
+    assert children == [2]
 
 
 @pytest.fixture(scope="session")

@@ -290,8 +290,7 @@ def open_model(source: Path, trust_remote_code: bool = False):
     if is_theirs(source):
         cfg = Config(init_from=str(source), trust_remote_code=trust_remote_code)
         state, cfg = None, huggingface.config_from_hf(cfg)
-        folder = str(huggingface.tokenizer_folder(str(source)))
-        tokenizer = tokenizers.load_tokenizer(folder)
+        tokenizer = tokenizers.load_tokenizer(str(huggingface.tokenizer_folder(str(source))))
     else:
         checkpoint, state, cfg = open_checkpoint(source, trust_remote_code)
         if not (tokenizer := tokenizer_of(state, checkpoint.run_dir)):
@@ -377,8 +376,7 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
         if tokenizer:
             tokenizers.serve_version_4(out)
         if options.adapter:
-            pairs = lora.pairs_of(weights, huggingface.linear_parts(model), cfg)
-            lora.save(out, pairs, cfg, dtype)
+            lora.save(out, lora.pairs_of(weights, huggingface.linear_parts(model), cfg), cfg, dtype)
         else:
             if is_foreign:
                 model.module.to(dtype).save_pretrained(out, max_shard_size="5GB")

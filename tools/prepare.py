@@ -292,22 +292,24 @@ def prepare(inputs: list[str], options: Options) -> str:
     return f"{summary}\nin               {out}"
 
 
-def check(files: list[Path], encoder: Encoder):
-    """Read the beginning of each file, unless --skip_bad. Raises ConfigError."""
+def check(files: list[Path], encoder: Encoder) -> Iterator:
+    """Read the beginning of each file, unless --skip_bad; yields nothing. Raises ConfigError."""
     options = replace(encoder.options, limit=1, val_fraction=0.0)  # no search for a place to cut
     for path in [] if options.skip_bad else files:
         encoder.documents([*itertools.islice(read_items([path], options, Counter()), 1)])
+    yield from ()
 
 
 def write_dataset(files: list[Path], options: Options, draft: Path, counts: Counter) -> str:
     """Write all files into `draft`; returns a summary. counts: of inputs skipped so far."""
     folder, name = find_tokenizer(files, options, draft / "tokenizer")
     encoder = Encoder(folder, options)
-    check(files, encoder)
+    # both after the fork: before Python 3.12 it hangs if a thread of Arrow's begins meanwhile
+    chunks = itertools.chain(check(files, encoder), read_chunks(files, options, counts))
     train, val = (TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
                               end_of_text=encoder.end) for split in ("train", "val"))
     bar = tqdm(desc="tokenized", unit="B", unit_scale=True, delay=2, mininterval=5)
-    with bar, closing(encode_all(read_chunks(files, options, counts), encoder)) as results:
+    with bar, closing(encode_all(chunks, encoder)) as results:
         for encoded, counted in results:
             for split, arrays in encoded.items():
                 (train if split == "train" else val).add(*arrays)
@@ -367,7 +369,7 @@ def train_tokenizer(files: list[Path], options: Options, folder: Path):
     from tokenizers import models, pre_tokenizers, trainers
 
     reader = Encoder(None, options)
-    check(files, reader)
+    list(check(files, reader))
     tokenizer = tokenizers.byte_level_bpe(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=options.train_tokenizer, special_tokens=["<|endoftext|>"],
