@@ -304,7 +304,7 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
     """Write all files into `draft`; returns a summary. counts: of inputs skipped so far."""
     folder, name = find_tokenizer(files, options, draft / "tokenizer")
     encoder = Encoder(folder, options)
-    # both after the fork: before Python 3.12 it hangs if a thread of Arrow's begins meanwhile
+    # read after the fork, which hangs before Python 3.12 if a thread of Arrow's begins meanwhile
     chunks = itertools.chain(check(files, encoder), read_chunks(files, options, counts))
     train, val = (TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
                               end_of_text=encoder.end) for split in ("train", "val"))

@@ -199,8 +199,8 @@ def begin(run) -> tuple[float, int]:
     is_empty = {*own.path.glob("*"), *folder.glob("*")} == {folder, own.path / "lock"}
     try:
         for other in list_checkpoints(folder):
-            one, two = ([*map(os.stat, each.files())] for each in (other, start or other))
-            if other.step > step or other.step == step and other != start and one != two:
+            if other.step > step or other.step == step and start not in (None, other) and (
+                    [*map(os.stat, other.files())] != [*map(os.stat, start.files())]):
                 other.set_aside()  # of another branch
         if checkpoint_at(folder, step):  # verified just now, so older ones can make room
             checkpoints.rotate(folder, cfg.keep_checkpoints)
