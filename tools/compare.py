@@ -69,12 +69,12 @@ def difference(losses, level: float) -> tuple[float, float]:
     """The mean of B - A over pairs (A, B), and half the width of its interval.
 
     Wider by the ratio of the arms' standard deviations where the better one varies more: its rare
-    bad runs may be missing among the pairs.
+    bad runs may be missing among the pairs. A deviation counts as a twentieth of the mean at least.
     """
     a, b = np.moveaxis(np.array(losses), -1, 0)
     mean, half = interval(b - a, level)
     better, other = np.where(mean < 0, (b.std(-1), a.std(-1)), (a.std(-1), b.std(-1)))
-    return mean, half * np.maximum(1, better / np.maximum(other, ROUNDING))
+    return mean, half * np.maximum(1, better / np.maximum(other, ROUNDING + abs(mean) / 20))
 
 
 def verdict(losses: list[tuple[float, float]], level: float) -> tuple[str, str | None]:
