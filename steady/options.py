@@ -17,6 +17,11 @@ from typing import Literal, get_args, get_origin
 import yaml
 
 UNKNOWN = 10**12  # max_steps until --max_minutes sets it
+SYNONYMS = dict(  # names in nanoGPT and transformers, for suggestions
+    lr="learning_rate", min_lr="min_learning_rate", n_embd="d_model", hidden_size="d_model",
+    num_attention_heads="n_head", block_size="seq_len", max_length="seq_len", max_iters="max_steps",
+    gradient_accumulation_steps="micro_batch_size", max_grad_norm="grad_clip", dtype="precision",
+    logging_steps="log_interval", save_steps="save_interval", resume_from_checkpoint="auto_resume")
 
 
 class ConfigError(Exception):
@@ -59,10 +64,8 @@ def option(default, help: str, **marks):
 
 
 def fixed_options(options, kind: str) -> list[str]:
-    """Names of the options that a checkpoint fixes.
-
-    "weights": the shape of the model; "function": the computation on the same weights;
-    "trajectory": the identity of the run.
+    """Names of the options that a checkpoint fixes: of kind "weights", the shape of the model;
+    "function", the computation on the same weights; "trajectory", the identity of the run.
     """
     return [f.name for f in dataclasses.fields(options) if f.metadata.get("fixed") == kind]
 
@@ -153,8 +156,7 @@ def read_flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
         raise ConfigError(f"unexpected argument {unknown[0]}; expected options: --NAME VALUE")
     if unknown:
         flag = unknown[0].split("=")[0]
-        known = [s for s in parser._option_string_actions if s.startswith("--")]
-        raise ConfigError(f"unknown option {flag}{nearest(flag, known)}")
+        raise ConfigError(f"unknown option {flag}{nearest(flag, parser._option_string_actions)}")
     return args
 
 
@@ -175,7 +177,8 @@ def normal_form(parser: Parser, arg: str) -> str:
 
 def nearest(name: str, names) -> str:
     names = {known.lstrip("-"): known for known in names}  # dashes are alike in all of them
-    close = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.5)
+    name = name.lstrip("-")
+    close = difflib.get_close_matches(SYNONYMS.get(name, name), names, n=1, cutoff=0.5)
     return f" (did you mean {names[close[0]]}?)" if close else ""
 
 
@@ -205,10 +208,8 @@ def read_yaml(path: str) -> dict:
     """The mapping in a file, its values as written: `1e-4`, `no` and 010 are text."""
     expect_file(path, "--config ")
     try:
-        with open(path, encoding="utf-8") as file:
+        with reading_paths(), open(path, encoding="utf-8") as file:
             values = yaml.load(file, UniqueKeys) or {}
-    except OSError as e:
-        raise ConfigError(f"--config {path}: {e.strerror}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as e:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(e).split())}") from None
     if not isinstance(values, dict):

@@ -39,9 +39,8 @@ def no_timing(ddp: nn.parallel.DistributedDataParallel):
 
 
 def sdpa_choice(*tensors, **how) -> int | None:
-    """The backend that scaled_dot_product_attention would use; None without this function.
-
-    Raises RuntimeError if none can run.
+    """The backend that scaled_dot_product_attention would use; None without this function. Raises
+    RuntimeError if none can run.
     """
     choose = getattr(torch, "_fused_sdp_choice", None)
     return choose and int(choose(*tensors, **how))

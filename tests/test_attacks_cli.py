@@ -23,6 +23,7 @@ from conftest import TINY, TRAIN, environment
 import config
 import train
 from steady.guard.process import exit_code, run_command, start
+from steady.options import SYNONYMS
 from tools import verify
 from tools.report import main as report_command
 
@@ -50,7 +51,8 @@ def refused(run, tmp_path):
 @pytest.mark.parametrize("flags, said", [
     # what is no value of its type
     ("--learning-rat=1", "unknown option --learning_rat (did you mean --learning_rate?)"),
-    ("--lr 1", "unknown option --lr\n"),
+    ("--q 1", "unknown option --q\n"),
+    *((f"--{other} 1", f"(did you mean --{ours}?)") for other, ours in SYNONYMS.items()),
     ("--seed 1 a.yaml", "unexpected argument a.yaml"),
     ("--learning_rate", "--learning_rate: expected one argument"),
     ("--max_steps " + "9" * 5000, "error: --max_steps: invalid int value: '999"),
