@@ -321,8 +321,7 @@ def samples_seen(monkeypatch) -> dict[int, tuple]:
     def batch(self, start, stop):
         found = plain(self, start, stop)
         source = [0] * (stop - start) if found.source is None else found.source
-        names = [self.datasets[k].name for k in source]
-        samples = zip(names, found.tokens.tolist(), strict=True)
+        samples = zip([self.datasets[k].name for k in source], found.tokens.tolist(), strict=True)
         seen.update(zip(range(start, stop), samples, strict=True))
         return found
 

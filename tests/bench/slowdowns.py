@@ -49,8 +49,7 @@ def trace(rng, logs: int, kind: str, log_interval: int):
     for i in range(logs):
         of = {name: share * (mean[i] - grown[i]) for name, share in SHARES.items()}
         of[phase] += grown[i]
-        row = row_of((i + 1) * log_interval, **of)
-        rows.append(row | {"perf/step_ms_median": median[i]})
+        rows.append(row_of((i + 1) * log_interval, **of) | {"perf/step_ms_median": median[i]})
     return rows, slow_at, phase
 
 

@@ -42,8 +42,7 @@ class Watch:
     def begin(self, step: int):
         """What comes from now on belongs to `step`."""
         now = self.counters()
-        found = self.steps.setdefault(self.step, Counter())
-        found.update(now - self.before)
+        self.steps.setdefault(self.step, Counter()).update(now - self.before)
         self.before, self.step = now, step
 
     def exchange(self, kind: bytes, size: int):
