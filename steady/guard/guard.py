@@ -28,10 +28,10 @@ class Guard:
     """
 
     def __init__(self, cfg, ranks):
-        self.cfg, self.ranks, self.clean, self.agreed = cfg, ranks, True, 0
-        self.updated = torch.cuda.Event() if ranks.device.type == "cuda" else None
-        self.nonfinite = torch.zeros((), device=ranks.device)
-        self.spikes = Spikes(cfg.skip_spikes, ranks.device) if cfg.skip_spikes else None
+        self.cfg, self.ranks, self.clean, self.agreed, device = cfg, ranks, True, 0, ranks.device
+        self.updated = torch.cuda.Event() if device.type == "cuda" else None
+        self.nonfinite = torch.zeros((), device=device)
+        self.spikes = Spikes(cfg.skip_spikes, device, cfg.log_interval) if cfg.skip_spikes else None
 
     def skips(self, found_inf: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Above 0 if the update is to be skipped, without syncing with the device.
@@ -86,11 +86,11 @@ class Spikes:
     inequality); if spikes were left out, every later step could be skipped.
     """
 
-    def __init__(self, sigmas: float, device: torch.device):
+    def __init__(self, sigmas: float, device: torch.device, log_interval: int = 1000):
         self.sigmas = sigmas
         self.window = torch.full((WINDOW, 2), torch.inf, device=device)  # inf: no step yet
         # the newest since `take`: standard deviations above the mean (0: no spike), loss, norm
-        self.seen = deque(maxlen=1000)
+        self.seen = deque(maxlen=log_interval)
 
     def find(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """1.0 if the step is a spike, else 0.0, without syncing with the device.
