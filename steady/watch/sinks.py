@@ -89,20 +89,21 @@ def open_metrics(path: Path, start_step: int) -> tuple:
         other = path.rename(f"{path}.{time.time_ns()}")
         alert(f"warning: {path} is damaged or another program's; renamed to {other}")
         rows = []
-    kept = [(end, row) for end, row in rows if row["step"] <= start_step]
+    kept = [row for _, row in rows if row["step"] <= start_step]
+    first = next((i for i, (_, row) in enumerate(rows) if row["step"] > start_step), len(rows))
     file = open(path, "a", buffering=1)  # each row is written as a whole
-    os.truncate(path, kept[-1][0] if kept else 0)
+    os.truncate(path, rows[first - 1][0] if first else 0)
     lost, newest, step = 0.0, start_step, max(0, start_step)  # some loops count from 0
-    for row in (row for _, row in rows if row["step"] > start_step):
-        lost += sum(seconds_of(row, newest).values())
+    for _, row in rows[first:]:
+        lost += sum(seconds_of(row, newest).values()) * (row["step"] > start_step)
         newest = row["step"] if row.get("perf/step_ms") else newest
-        if "hang" in row:  # the reason for a restart
-            file.write(json.dumps({"step": step, "hang": row["hang"]}) + "\n")
+        if "hang" in row or row["step"] <= start_step:  # why it restarts; a spike, found later
+            file.write(json.dumps(row | {"step": min(step, row["step"])}) + "\n")
     if lost:
         file.write(json.dumps({"step": step, "lost_s": lost}) + "\n")
-    evaluated = {(start_step, name) for _, row in kept if row["step"] == start_step
+    evaluated = {(start_step, name) for row in kept if row["step"] == start_step
                  for name in row if name.startswith("val/")}  # left by a killed process
-    return file, History(row for _, row in kept), evaluated
+    return file, History(kept), evaluated
 
 
 class TensorBoard:

@@ -43,10 +43,9 @@ def identity(tracker: str, run_dir: Path) -> dict:
 
 def start(run_dir: Path, tracker: str, settings: dict) -> subprocess.Popen:
     """Start the tracker's process. If it ends before training does, it says why."""
-    size = (run_dir / "metrics.jsonl").stat().st_size
     return subprocess.Popen(
-        [sys.executable, "-m", "steady.watch.wandb_sink", run_dir.resolve(), tracker, str(size),
-         json.dumps(settings, default=str)],
+        [sys.executable, "-m", "steady.watch.wandb_sink", run_dir.resolve(), tracker,
+         str((run_dir / "metrics.jsonl").stat().st_size), json.dumps(settings, default=str)],
         stdin=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2],
         start_new_session=True)  # away from the terminal's Ctrl-C
 
