@@ -55,9 +55,9 @@ def test_an_adapter_trains_resumes_and_becomes_a_model(tmp_path, tune, tokens, t
         path.unlink()
     tune("--out_dir", "r", "--auto_resume")
     assert checkpoint.compare(dict(last.state(), config=None), wanted)[1] == []
-
     for out, flags in (("merged", []), ("adapter", ["--adapter"])):
         assert generation.main(["export", "r", out, *flags]) == 0
+        assert len({p.stat().st_mode for p in (tmp_path / out).iterdir()}) == 1
     ours, theirs = logits(tmp_path / "r", tokens), base(tokens).logits
     assert relative(ours, theirs) > 0.05
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -187,8 +187,8 @@ def save(out: Path, pairs: Pairs, cfg, dtype: torch.dtype):
                for name, pair in pairs.items() for kind, tensor in zip("AB", pair, strict=True)}
     safetensors.torch.save_file(tensors, out / WEIGHTS, metadata=dict(format="pt"))
     base = Path(cfg.init_from)
-    found = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=alpha_of(cfg),
-        target_modules=sorted(pairs), bias="none", lora_dropout=0.0, inference_mode=True,
-        base_model_name_or_path=str(base.absolute()) if base.exists() else cfg.init_from)
+    found = dict(peft_type="LORA", task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=alpha_of(cfg),
+                 target_modules=sorted(pairs), bias="none", lora_dropout=0.0, inference_mode=True,
+                 base_model_name_or_path=str(base.absolute()) if base.exists() else cfg.init_from)
     (out / CONFIG).write_text(json.dumps(found, indent=2) + "\n")
+    (out / WEIGHTS).chmod((out / CONFIG).stat().st_mode)  # written with mode 600
