@@ -234,7 +234,7 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list
             raise ConfigError(f"{path}: {name} must be a value or a list of values")
         if value in ("", "null", "~", []) or name in drop and "model" in values:
             continue
-        flags += [f"--{name}", *value] if isinstance(value, list) else [f"--{name}={value}"]
+        flags += [f"--{name}={items[0]}"] if len(items) == 1 else [f"--{name}", *items]
     try:
         read_flags(parser, flags)
     except ConfigError as e:

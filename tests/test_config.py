@@ -120,7 +120,7 @@ def test_the_flag_that_torchrun_mistakes_for_its_own_has_another_name(tmp_path):
 def test_yaml_values_are_read_as_written(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("learning_rate: 1e-4\nout_dir: 007\ncompile: no\ntensorboard: off\n"
-                    "monitor: off\ndata: [a:0.5, b:0.5]\nmicro_batch_size: null\n")
+                    "monitor: off\ndata: [a:0.5, b:0.5]\nmicro_batch_size: null\nval_data: [-a]\n")
     cfg = parsed("--config", str(file))
     found = cfg.learning_rate, cfg.out_dir, cfg.compile, cfg.tensorboard
     assert found == (1e-4, "007", False, False)
