@@ -115,9 +115,8 @@ def checks(device: torch.device, tiny: bool):
         text = (e.stdout or b"").decode()
     yield text[-20_000:]
     found = re.findall(r"^\S+\.py::\S+ (PASSED|SKIPPED)?", text, re.MULTILINE)  # "": failed
-    passed = found.count("PASSED")
     yield yes("checks: pytest -m gpu", bool(found) and all(found),
-              f"{passed} passed, {found.count('SKIPPED')} skipped of {len(found)}")
+              f"{found.count('PASSED')} passed, {found.count('SKIPPED')} skipped of {len(found)}")
 
 
 def product_flops(device: torch.device, tiny: bool) -> float:

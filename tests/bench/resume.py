@@ -137,8 +137,7 @@ class TRL(HuggingFace):
     name = "TRL's SFTTrainer"
 
     def command(self, dropout: float, ranks: int, again: bool) -> list:
-        command = super().command(dropout, ranks, again)
-        return [self.python("trl"), *command[1:-1], "trl"]
+        return [self.python("trl"), *super().command(dropout, ranks, again)[1:-1], "trl"]
 
 
 class LitGPT(Ours):
