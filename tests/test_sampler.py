@@ -107,6 +107,7 @@ def test_it_looks_until_it_is_closed(interval, monkeypatch):
     assert thread.is_alive()
     busy = machine.busiest({thread.native_id: (0.0, 0.0)}, {thread.native_id: (9.0, 0.0)}, 1)
     assert "busiest_thread" not in busy  # it is not the program's
+    assert busy["perf/thread_ms"] == 0.0  # else the program's first thread would not be an increase
     sampler.close()
     assert until(lambda: not thread.is_alive())
     assert until(lambda: sys.getswitchinterval() == pytest.approx(interval))
