@@ -459,8 +459,7 @@ def inside_documents(query, key, value, boundaries, longest):
             k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
             scores = (q @ k.mT) / q.shape[-1] ** 0.5
             later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            weights = scores.masked_fill(later, -math.inf).softmax(-1)
-            yield slice(begin, end), q, k, v, weights
+            yield slice(begin, end), q, k, v, scores.masked_fill(later, -math.inf).softmax(-1)
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,9 @@ def test_it_looks_until_it_is_closed(interval, monkeypatch):
     busy = machine.busiest({thread.native_id: (0.0, 0.0)}, {thread.native_id: (9.0, 0.0)}, 1)
     assert "busiest_thread" not in busy  # it is not the program's
     assert busy["perf/thread_ms"] == 0.0  # else the program's first thread would not be an increase
+    older = [str(thread.native_id - n) for n in range(40)]  # torch's own, on many cores
+    monkeypatch.setattr(machine.proc, "names", lambda _: older)
+    assert thread.native_id in machine.threads()
     sampler.close()
     assert until(lambda: not thread.is_alive())
     assert until(lambda: sys.getswitchinterval() == pytest.approx(interval))

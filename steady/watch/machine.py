@@ -23,7 +23,7 @@ import torch.distributed as dist
 from steady.watch import proc
 
 SECONDS_BETWEEN = 0.5  # between slower readings: so they take 0.1 % of the time
-MOST_THREADS = 16  # only the oldest are read
+MOST_THREADS = 16  # only the oldest are read, Python's before those of libraries
 TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
@@ -132,8 +132,9 @@ def compiler() -> dict[str, int]:
 
 def threads() -> dict[int, tuple[float, float]]:
     """{thread: (ms of running, ms of being ready while others had the core)}."""
-    out = {}
-    for name in sorted(proc.names("proc/self/task"), key=int)[:MOST_THREADS]:
+    out, python = {}, {str(thread.native_id) for thread in threading.enumerate()}
+    tasks = sorted(proc.names("proc/self/task"), key=lambda name: (name not in python, int(name)))
+    for name in tasks[:MOST_THREADS]:
         if text := proc.read(f"proc/self/task/{name}/schedstat").split():
             out[int(name)] = int(text[0]) / 1e6, int(text[1]) / 1e6
     return out

@@ -372,8 +372,7 @@ def take_lines(left: Left, old: dict, new: dict, factor: float, sources: dict[st
     """Take the growth of lines beyond that of a machine `factor` times slower."""
     for phase in left.ms.keys() & {*OWN_PHASES}:
         looks = [row["profile"].get(phase, {}) for row in (old, new)]
-        phase_ms = [ms_of(row, phase) for row in (old, new)]
-        for ms, error, place in longer_lines(phase_ms, looks, factor):
+        for ms, error, place in longer_lines([ms_of(old, phase), ms_of(new, phase)], looks, factor):
             if ms > LINE_SURE * error and left.ms[phase] > LINE_LEFT * error * factor:
                 left.take("line", ms, [phase], line=place, error=error, phase=phase,
                           source=sources.get(parts_of(place)[0], ""))
