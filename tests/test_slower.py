@@ -49,6 +49,7 @@ def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, facto
         if phase and late:
             ms[phase] = ms.get(phase, 0.0) + STEP_MS * share
         row = row_of((i + 1) * EVERY, **ms) | {"perf/cpu_queue_ms": 0.01, "perf/gc_ms": 0.0}
+        row["perf/thread_ms"] = 0.15 * row["perf/step_ms"]  # a thread that is always busy
         if probes:
             row["machine/cpu_probe_us"] = 10 * slower * rng.lognormal(0, 0.01)
         rows.append(row | more(late))

@@ -341,7 +341,9 @@ def grown(series: dict[int, float], before: range, after: range) -> float:
 def take_measured(left: Left, old: dict, new: dict, after: list[dict]):
     """Take causes with a measurement of their own, in any phase."""
     left.take("gc", added(old, new, "perf/gc_ms"))
-    left.take("thread", added(old, new, "perf/thread_ms"), name=new.get("busiest_thread"))
+    # one that has always been busy has longer for it in a longer step
+    longer = new["work"] * new["perf/step_ms"] / (old["work"] * old["perf/step_ms"])
+    left.take("thread", added(old, new, "perf/thread_ms", longer), name=new.get("busiest_thread"))
     ratio, old_ratio = (row.get("perf/slowest_rank_ratio", 1.0) for row in (new, old))
     rank, phase, share = slowest_rank(after)
     if share and ratio > SLOWER_RANK * old_ratio:
@@ -391,9 +393,9 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
             left.take(code, share * (ms - shared), [phase])
 
 
-def added(old: dict, new: dict, name: str) -> float:
-    """Growth of a column; 0 if it is new, as after an update of this program."""
-    return new.get(name, 0.0) - old[name] if name in old else 0.0
+def added(old: dict, new: dict, name: str, usual: float = 1.0) -> float:
+    """Growth of a column beyond a factor; 0 if it is new, as after an update of this program."""
+    return new.get(name, 0.0) - usual * old[name] if name in old else 0.0
 
 
 def goes_on(rows: list[dict], name: str) -> bool:

@@ -47,9 +47,8 @@ def learning(steps: np.ndarray, losses: np.ndarray, vocab_size: float | None) ->
     # From second differences: a trend hardly widens them. For a normal distribution, the 0.8
     # quantile of their size is 3.139 = 1.2816 sqrt(6) sigma; the last factor is for few logs.
     sigma = float(np.quantile(np.abs(np.diff(rest, 2)), 0.8)) / 3.139 * (1 + 5 / len(rest))
-    of_a_step = sigma * math.sqrt(np.diff(steps).max())
     limit = min(max(first, uniform) + 0.5, lowest + max(0.2 * abs(lowest), 0.1, 8 * sigma),
-                first + max(0.5, 6 * of_a_step))
+                first + max(0.5, 6 * sigma * math.sqrt(np.diff(steps).max())))
     facts = dict(loss=float(newest), first=float(first), lowest=float(min(first, lowest)))
     if newest > limit:
         below = np.flatnonzero(smooth <= limit)
