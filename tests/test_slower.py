@@ -337,9 +337,8 @@ def profiles(slower: str, ms: float, looks: int = 40):
 
     def more(late: bool) -> dict:
         lines = {name: t + (ms if late and name == slower else 0.0) for name, t in usual.items()}
-        total = sum(lines.values())
         return {"profile": {"forward": {f"model.py:{i} {name} < model.py:9 forward":
-                                        round(looks * t / total)
+                                        round(looks * t / sum(lines.values()))
                                         for i, (name, t) in enumerate(lines.items())}}}
 
     return more
@@ -453,7 +452,8 @@ def test_a_loop_starved_by_its_loader_processes_or_by_no_line_with_a_name(place)
 def test_a_line_that_waits_for_another_rank_is_said_to_wait():
     rows = rows_of({"data": 14.0}, {"data": {"my.py:8 gather": 9}})
     for text, advice in (("dist.all_gather(out, n)", "it waits for the slowest rank"),
-                         ("torch.gather(x, 1, i)", "--num_workers 2, or less work per sample")):
+                         ("torch.gather(x, 1, i)", "--num_workers 2, or less work per sample"),
+                         ("json.loads(row)", "--num_workers 2, or less work per sample")):
         assert parts_of(rows, {"my.py:8": text})["line"].values["advice"] == advice
 
 

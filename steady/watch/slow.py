@@ -107,10 +107,10 @@ def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str,
         looks, place = sum(lines[place] for place in places), max(places, key=lines.get)
         if looks > 2:
             where, function, _ = parts_of(place)
-            waits = COLLECTIVE.search(sources.get(where, ""))
-            advice = advice_for(place, sources) or ADVICE["ranks" if waits else phase]
-            left.take("line", looks * ms_of_a_look, [phase], advice=advice, phase=phase,
-                      line=f"{where} {function}", source=sources.get(where, ""))
+            known = phase != "data" and advice_for(place, sources)
+            kind = "ranks" if COLLECTIVE.search(sources.get(where, "")) else phase
+            left.take("line", looks * ms_of_a_look, [phase], advice=known or ADVICE[kind],
+                      phase=phase, line=f"{where} {function}", source=sources.get(where, ""))
 
 
 def advice_for(place: str, sources: dict[str, str]) -> str:
