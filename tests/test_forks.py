@@ -42,8 +42,7 @@ class Lion(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p]
-                m = state.setdefault("m", torch.zeros_like(p))
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
                 p.sub_(group["lr"] * m.lerp(p.grad, 0.1).sign())
                 m.lerp_(p.grad, 0.01)
 '''

@@ -47,17 +47,15 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
     if not writer or run.dir.saved == progress:
         return
     state = dict(
-        format=checkpoints.FORMAT,
-        **dataclasses.asdict(progress),
+        format=checkpoints.FORMAT, **dataclasses.asdict(progress),
         nonfinite=run.guard.nonfinite, spikes=run.guard.spikes and run.guard.spikes.window,
         model=lora.kept(run.ranks.shards.tensors_of(run.model), run.cfg.lora_rank),
         whole=[name for name, _ in run.model.named_buffers()],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[parameter_names(run, optimizer) for optimizer in run.optimizers],
-        ema=run.ema.tensors if run.ema else {},
-        scaler=run.ranks.scaler.state_dict(),
-        config=dataclasses.asdict(run.cfg),
-        data=data.fingerprint, stages=data.order.plan[1:],
+        optimizer_classes=[type(optimizer).__name__ for optimizer in run.optimizers],
+        ema=run.ema.tensors if run.ema else {}, scaler=run.ranks.scaler.state_dict(),
+        config=dataclasses.asdict(run.cfg), data=data.fingerprint, stages=data.order.plan[1:],
         tokenizer=data.tokenizer, end_of_text=data.end_of_text, vocab_size=data.vocab_size,
         base=getattr(run.model, "lora_base", None))  # of adapters: their base's hash
     writer.save(progress.step, state, is_best, run.guard.updated if alone else None, alone)
@@ -134,8 +132,7 @@ def restore_progress(run, state: dict):
     before = dataclasses.replace(progress)  # as set up, or before a rollback
     for name, value in vars(before).items():
         setattr(progress, name, state.get(name, value))
-    changed = [name for name in before.evaluated
-               if progress.evaluated.get(name) != before.evaluated[name]]
+    changed = [name for name, x in before.evaluated.items() if progress.evaluated.get(name) != x]
     if changed:  # older losses cannot be compared with new ones
         if progress.best_step and before.step == 0 and run.ranks.rank == 0:
             print(f"resume  {', '.join(changed)} changed since step {progress.step}: the best "
@@ -219,6 +216,9 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
         if files != old:
             new = [f"{file[0]} ({file[1]:,} tokens)" for file in files if file not in old]
             changed["data"] = f"has changed: {', '.join(new) or 'its order'}"
+        classes = [type(optimizer).__name__ for optimizer in run.optimizers]
+        if len(before := state.get("optimizer_classes", [])) == len(classes) and before != classes:
+            changed["optimizer"] = f"{' '.join(before)} -> {' '.join(classes)}"
     refused = [name for name in changed if name in weights or name not in cfg.allow_change]
     if refused:
         differences = ", ".join(f"{name} {changed[name]}" for name in refused)
