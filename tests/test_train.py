@@ -505,8 +505,7 @@ def test_muon_is_its_formula(monkeypatch, most):
             grad = torch.randn_like(w) * torch.linspace(0.1, 3, w.shape[-2])[:, None] * (step != 2)
             w.grad = None if step == 2 else grad
             momenta[i] = 0.9 * momenta[i] + 0.1 * grad
-            ahead = 0.1 * grad + 0.9 * momenta[i]
-            u, _, vt = torch.linalg.svd(ahead, full_matrices=False)
+            u, _, vt = torch.linalg.svd(0.1 * grad + 0.9 * momenta[i], full_matrices=False)
             mean = (u @ vt).square().mean(-1, keepdim=True)
             squares[i] = 0.95 * squares[i] + 0.05 * mean
             expected[i] = expected[i] * (1 - 0.1 * 0.1) - 0.1 * 0.2 * u @ vt / squares[i].sqrt()

@@ -360,7 +360,7 @@ def export(source: Path, out: Path, options: ExportOptions) -> str:
         model = build(cfg, state)
         weights = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in weights.items():
-        if not tensor.to(dtype).isfinite().all():
+        if name not in state.get("whole", ()) and not tensor.to(dtype).isfinite().all():
             raise ConfigError(f"{checkpoint}: non-finite weights in {name}, as {dtype}")
     folder, tokenizer = source_folder(cfg), tokenizer_of(state, checkpoint.run_dir)
     ends = [i for i in ends_of(tokenizer, folder, state.get("end_of_text")) if i < cfg.vocab_size]

@@ -229,8 +229,7 @@ def checkpoint_at(folder: Path, step: int) -> Checkpoint | None:
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
     """best.pt or the folder best, if there is one."""
-    found = (Checkpoint(folder / name) for name in BEST)
-    return next(filter(Checkpoint.exists, found), None)
+    return next(filter(Checkpoint.exists, (Checkpoint(folder / name) for name in BEST)), None)
 
 
 def find_checkpoint(source: Path) -> Checkpoint | None:

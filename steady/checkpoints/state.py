@@ -50,7 +50,7 @@ def save_checkpoint(run, is_best: bool = False, alone: bool = False):
         format=checkpoints.FORMAT, **dataclasses.asdict(progress),
         nonfinite=run.guard.nonfinite, spikes=run.guard.spikes and run.guard.spikes.window,
         model=lora.kept(run.ranks.shards.tensors_of(run.model), run.cfg.lora_rank),
-        whole=[name for name, _ in run.model.named_buffers()],
+        whole=[name for name, _ in run.model.named_buffers(remove_duplicate=False)],
         optimizers=[optimizer.state_dict() for optimizer in run.optimizers],
         optimizer_names=[parameter_names(run, optimizer) for optimizer in run.optimizers],
         optimizer_classes=[type(optimizer).__name__ for optimizer in run.optimizers],

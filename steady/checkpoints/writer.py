@@ -49,12 +49,13 @@ class Writer:
         if self.failures >= MAX_FAILURES and not alone:  # alone: try, there may be space by now
             raise Failed(f"{self.folder}: {self.failures} checkpoints in a row could not be "
                          f"written: {self.reason}")
-        weights = [t for t in state["model"].values() if t.is_floating_point()]
-        if weights[0].is_cuda:
+        if next(iter(state["model"].values())).is_cuda:
             self.stream = self.stream or torch.cuda.Stream()
             self.stream.wait_event(updated or torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self.stream):  # does nothing if it is None
-            norm = torch.stack(torch._foreach_norm(weights)).sum()  # not finite if a weight is not
+            weights = [x.nan_to_num(torch.nan, 0, 0) if name in state.get("whole", ()) else x
+                       for name, x in state["model"].items() if x.is_floating_point()]
+            norm = torch.stack(torch._foreach_norm(weights)).sum()  # a buffer may hold infinities
             if self.group and not alone:  # also waits for rank 0's previous save
                 dist.all_reduce(norm, group=self.group)
             copied = tree_map(partial(self.copy_to_host, {}), dict(state, weights_norm=norm))

@@ -60,21 +60,21 @@ class Guard:
         at_log = due(step, cfg.log_interval, cfg.max_steps)
         count = int(self.nonfinite) if at_log or ended else 0
         many = at_log and count >= cfg.max_nonfinite
-        if (many or ended) and not self.weights_are_finite():
-            raise NotFinite(f"the weights are not finite at step {step}, and skipping steps cannot "
-                            "help; try a lower --learning_rate, or --grad_clip 1")
+        if many or ended:  # waits for the device
+            shards = self.ranks.shards
+            buffers = dict(shards.model.named_buffers(remove_duplicate=False))
+            norms = torch._foreach_norm([
+                x.nan_to_num(torch.nan, 0, 0) if name in buffers else x  # a mask has infinities
+                for name, x in shards.tensors_of(shards.model).items() if x.is_floating_point()])
+            if not self.ranks.minimum(int(torch.stack(norms).sum().isfinite())):
+                raise NotFinite(f"the weights are not finite at step {step}, and skipping steps "
+                                "cannot help; try a lower --learning_rate, or --grad_clip 1")
         if ended and count >= cfg.max_nonfinite and self.ranks.rank == 0:
             print(f"warning: the last {count} steps had a loss or gradient that was not finite, "
                   "and were skipped", flush=True)
         if many and cfg.on_nonfinite != "skip":
             raise NotFinite(f"{count} steps in a row, up to step {step}, had a loss or gradient "
                             "that was not finite")
-
-    def weights_are_finite(self) -> bool:
-        """Whether all ranks' weights are finite. Waits for the device."""
-        tensors = self.ranks.shards.tensors_of(self.ranks.shards.model).values()
-        norms = torch._foreach_norm([t for t in tensors if t.is_floating_point()])
-        return self.ranks.minimum(int(torch.stack(norms).sum().isfinite())) == 1
 
 
 class Spikes:
