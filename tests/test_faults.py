@@ -146,7 +146,7 @@ def odd(path, **fields):
     (lambda path: os.truncate(path, 0), "cut short, or not a checkpoint"),
     (flip, "its checksum is wrong"), (partial(odd, model=None), "missing or wrong: model"),
     (partial(odd, step="12"), "missing or wrong: step"),
-    (partial(odd, step=-12), "missing or wrong: step"),
+    (partial(odd, step=-12), "missing or wrong: step"), (partial(odd, x=Path()), "holds pathlib"),
     (lambda path: writer.write_checkpoint(path, [1, 2]), "not a checkpoint")])
 def test_a_damaged_checkpoint_is_set_aside(run, copy, finished, damage, why):
     damage(copy / "checkpoints/step_00000012.pt")

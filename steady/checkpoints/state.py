@@ -206,8 +206,7 @@ def refuse_changes(run, checkpoint: Checkpoint, state: dict):
     if tokenizer_hash(state.get("tokenizer")) != tokenizer_hash(data.tokenizer):
         changed["tokenizer"] = f"{state.get('tokenizer')} -> {data.tokenizer}"
     if not cfg.eval_only:
-        then, now = ([split_weight(s)[1] for s in specs] for specs in (saved["data"], cfg.data))
-        if then != now:
+        if [split_weight(s)[1] for s in saved["data"]] != [split_weight(s)[1] for s in cfg.data]:
             changed["data"] = f"{' '.join(saved['data'])} -> {' '.join(cfg.data)}"
         if state.get("stages", []) != data.order.plan[1:]:
             changed["stage"] = " -> ".join(f"{' '.join(of.get('stage') or ['none'])} of "
