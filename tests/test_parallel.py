@@ -67,6 +67,7 @@ def test_weights_filled_past_autograd_are_the_same_on_any_number_of_ranks(run, t
     def hook(rank, change=""):
         def fill(model):
             model.blocks[0].mlp.down.weight.data[:, 3:].normal_(std=0.1)
+            model.blocks[1].mlp.down.weight.data.copy_(model.blocks[0].mlp.down.weight.data)
             exec(change, {"w": model.head.weight.data, "torch": torch})
 
         after(Transformer, "init_weights", fill)

@@ -291,7 +291,8 @@ class Initializer(TorchFunctionMode):
             return function(*args, **kwargs)
         if self.shards:
             whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype)
-            function(whole, *args[1:], **kwargs)
+            others = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in args[1:])
+            function(whole, *others, **kwargs)
             part = local_part(target.detach())
             part.copy_(whole if part.shape == whole.shape else whole[self.shards.rows(len(whole))])
         return target

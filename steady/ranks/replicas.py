@@ -40,15 +40,14 @@ def compare_replicas(shards, step: int, agreed: int):
 
 
 def compare_checksums(table: np.ndarray, names: list[str], shards, step: int, agreed: int):
-    """Raises ReplicasDiffer, on every rank. table: the checksums of each, [ranks, names]."""
+    """Raises ReplicasDiffer, on every rank. table: checksums [ranks, names]; buffers as rank 0."""
     size, differs, in_doubt = shards.size, np.zeros(table.shape, bool), False
     for first in range(size):  # `first` writes the checkpoints of these ranks
         rows = table[first::size]
         usual, count = Counter(map(tuple, rows)).most_common(1)[0]
         differs[first::size] = rows != np.array(usual)
         in_doubt |= differs[first].any() or 2 * count <= len(rows)
-    whole = [size > 1 and name in shards.whole for name in names]  # buffers, of rank 0
-    differs |= whole & (table != table[0])
+    differs |= [size > 1 and name in shards.whole for name in names] & (table != table[0])
     if odd := np.flatnonzero(differs.any(1)).tolist():
         text = (f"step {step}: the weights of {rank_list(odd)} differ from those of other ranks, "
                 f"first in {names[differs.any(0).argmax()]}: after a backward pass beside run.ddp, "
