@@ -268,7 +268,7 @@ def keep_best(run: "Run", val_loss: float | None):
     progress = run.progress
     progress.evaluated_step, progress.waited = progress.step, progress.waited + 1
     if val_loss < progress.best_loss:
-        progress.best_loss, progress.best_step, progress.waited = val_loss, progress.step, 0
+        progress.best_loss, progress.best_step, progress.waited = float(val_loss), progress.step, 0
         save(run, is_best=True)
 
 
@@ -349,7 +349,7 @@ class Run:
     def advance(self):
         """Count the update just made."""
         progress, n = self.progress, self.cfg.batch_size
-        progress.tokens += self.train_data.count_tokens(progress.position, n)
+        progress.tokens += int(self.train_data.count_tokens(progress.position, n))
         progress.position += n
         progress.step += 1
         if self.ema:

@@ -37,8 +37,7 @@ def watch(value, name=HOST, rows=1000, every=10, first=0, also=None, last_step=L
                                              "settled_step": settled_step}}])
     reported = []
     for i, s in enumerate(range(first + every, first + rows * every + 1, every)):
-        first = {"about": LIMITS} if i == 0 else {}
-        row = {"step": s, "perf/step_ms": 1.0, name: value(s)} | first
+        row = {"step": s, "perf/step_ms": 1.0, name: value(s)} | ({} if i else {"about": LIMITS})
         history.append(row | (also(s) if also else {}))
         if i % 10 == 9:  # as often as the monitor looks
             for found in news(history):
