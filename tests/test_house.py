@@ -1,7 +1,7 @@
 """The rules of the house: who may import whom, and how long a file may be."""
 
 import ast
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,10 +88,7 @@ def test_no_local_name_hides_a_module_that_its_function_uses():
 
 
 def test_imports_have_no_circles():
-    try:
-        TopologicalSorter(IMPORTS).prepare()
-    except CycleError as e:
-        raise AssertionError(" imports ".join(reversed(e.args[1]))) from None
+    TopologicalSorter(IMPORTS).prepare()  # raises CycleError, with the names
 
 
 LINES = {  # of code, at most: only ever lowered

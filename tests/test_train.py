@@ -506,8 +506,7 @@ def test_muon_is_its_formula(monkeypatch, most):
             w.grad = None if step == 2 else grad
             momenta[i] = 0.9 * momenta[i] + 0.1 * grad
             u, _, vt = torch.linalg.svd(0.1 * grad + 0.9 * momenta[i], full_matrices=False)
-            mean = (u @ vt).square().mean(-1, keepdim=True)
-            squares[i] = 0.95 * squares[i] + 0.05 * mean
+            squares[i] = 0.95 * squares[i] + 0.05 * (u @ vt).square().mean(-1, keepdim=True)
             expected[i] = expected[i] * (1 - 0.1 * 0.1) - 0.1 * 0.2 * u @ vt / squares[i].sqrt()
         muon.step()
         saved, before = copy.deepcopy(muon.state_dict()), [w.detach().clone() for w in weights]

@@ -50,8 +50,7 @@ class Figure:
         if self.aim:
             sign, limit = self.aim.split()
             met = self.ratio >= float(limit) if sign == ">=" else self.ratio <= float(limit)
-            symbol = "≥" if sign == ">=" else "≤"
-            verdict = f"{symbol} {limit}: {'met' if met else 'missed'}"
+            verdict = f"{'≥' if sign == '>=' else '≤'} {limit}: {'met' if met else 'missed'}"
         return [self.what, self.reference, short(self.ratio), spread, self.ours, self.theirs,
                 verdict]
 
