@@ -113,7 +113,7 @@ def learning_rate(step: int, cfg: Config) -> float:
         return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
     if cfg.lr_schedule == "cosine":
-        share = 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, cfg.max_steps - warmup))
+        share = 0.5 + 0.5 * math.cos(math.pi * ((step - warmup) / max(1, cfg.max_steps - warmup)))
     elif cfg.lr_schedule == "wsd":
         decay_steps = min(cfg.decay_fraction * cfg.max_steps, cfg.max_steps - warmup)
         share = min(1.0, (cfg.max_steps - step) / max(1.0, decay_steps))

@@ -582,8 +582,8 @@ def test_learning_rate_schedules():
         return [train.learning_rate(step, cfg) for step in range(100)]
 
     for schedule in ("cosine", "wsd", "constant"):
-        assert rates(schedule)[:10] == pytest.approx([i / 10 for i in range(1, 11)])
-        assert rates(schedule)[10] == pytest.approx(1.0)
+        assert rates(schedule)[:11] == pytest.approx([*(i / 10 for i in range(1, 11)), 1.0])
+    assert rates("cosine")[96] == 0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi * (86 / 90)))  # exactly
     assert rates("cosine")[55] == pytest.approx(0.55)
     assert rates("cosine")[99] == pytest.approx(0.1, abs=1e-3)
     assert rates("wsd")[70] == 1.0 and rates("wsd")[85] == pytest.approx(0.55)
