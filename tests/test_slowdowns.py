@@ -39,7 +39,7 @@ class Driven(Clock):
         monkeypatch.setattr(machine, "threads", lambda: {})
         # of the machine that the tests run on, which others may use
         monkeypatch.setattr(machine, "counters", lambda: {})
-        monkeypatch.setattr(machine.Probe, "read", lambda *_: {"machine/cpu_probe_us": 10.0})
+        monkeypatch.setattr(machine.Probe, "read", lambda *_: {"machine/cpu_sum_us": 10.0})
         monkeypatch.setattr(machine, "read_resources", lambda *_: {})
 
     @property

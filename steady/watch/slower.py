@@ -302,7 +302,7 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     take_lines(left, old, new, slowed, sources)
     take_waits(left, old, new, shared)
     left.take("data", total, ["data"])
-    for column in ("machine/cpu_probe_us", "machine/gpu_probe_us"):
+    for column in ("machine/cpu_sum_us", "machine/cpu_probe_us", "machine/gpu_probe_us"):
         ratio = new[column] / old[column] if new.get(column) and old.get(column) else 1.0
         left.take("probe", (ratio - 1) * of, [COMMON], ratio=ratio)
     left.take("network", total * ("perf/slowest_rank" in new), ["waiting"])
