@@ -177,8 +177,8 @@ def normal_form(parser: Parser, arg: str) -> str:
 
 def nearest(name: str, names) -> str:
     names = {known.lstrip("-"): known for known in names}  # dashes are alike in all of them
-    name = name.lstrip("-")
-    close = difflib.get_close_matches(SYNONYMS.get(name, name), names, n=1, cutoff=0.5)
+    ours = SYNONYMS.get(name.lstrip("-"))
+    close = [ours] if ours in names else difflib.get_close_matches(name.lstrip("-"), names, 1, 0.5)
     return f" (did you mean {names[close[0]]}?)" if close else ""
 
 

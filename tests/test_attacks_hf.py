@@ -277,6 +277,7 @@ def test_a_token_that_only_the_tokenizer_has_is_named(tmp_path, tool, found):
     flags = [generation.main, "generate", tmp_path / "m", "--max_new_tokens", 2, "--prompt"]
     assert tool(*flags, "a").out.startswith("a")
     assert "m: has no token 257, '[PAD]'" in tool(*flags, "a [PAD]", expect=2).err
+    assert "did you mean --max_new_tokens?" in tool(*flags, "a", "--max_length=3", expect=2).err
 
 
 def test_a_run_outlives_the_folder_it_began_with(tune, tmp_path, write):
