@@ -740,12 +740,12 @@ def test_resuming_a_long_run_reads_only_its_tail(copy):
     """Old rows are neither read nor rewritten; only rows of steps to be made again are dropped."""
     path = copy / "metrics.jsonl"
     whole = "".join(f'{{"step": {i // 100_000}, "train/loss": 1.0}}\n' for i in range(300_000))
-    whole += path.read_text()
-    path.write_text(whole + '{"step": 13, "x": 1}\n{"step": 12, "y": 1}\n{"step": 14, "torn')
+    whole, late = whole + path.read_text(), '{"step": 12, "y": [null, true, "é"]}\n'
+    path.write_text(f'{whole}{{"step": 13, "x": 1}}\n{late}{late}{{"step": 14, "torn')
     began = time.process_time()
     file, history, _ = telemetry.open_metrics(path, 12)
     file.close()
-    assert history.rows[-1]["step"] == 12 and path.read_text() == whole + '{"step": 12, "y": 1}\n'
+    assert history.rows[-1]["step"] == 12 and path.read_text() == whole + 2 * late
     assert time.process_time() - began < 5  # all of it would take longer
 
 

@@ -45,7 +45,6 @@ def longer_lines(ms: list[float], looks: list[dict[str, int]],
         errors = [2 * t * math.sqrt((sum(each) * (1 - sum(each)) + 1 / n) / n) if n else t
                   for t, each, n in zip(ms, shares, totals, strict=True)]
         growth = [ms[1] * b - ms[0] * a for a, b in zip(*shares, strict=True)]
-        place = places[growth.index(max(growth))]
         error = math.hypot(errors[1], factor * min(ms[0], errors[0]))
-        found.append((new - factor * old, error, place))
+        found.append((new - factor * old, error, places[growth.index(max(growth))]))
     return sorted(found, reverse=True)

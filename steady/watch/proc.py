@@ -52,8 +52,7 @@ def rss_bytes(pid: int | str = "self", shared: bool = True) -> int:
 def process_age_seconds() -> float:
     """Seconds since this process was started; 0 if unknown, or in a notebook, as that idles."""
     if not hasattr(sys, "ps1") and (fields := stat_fields("self")):
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 

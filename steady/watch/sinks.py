@@ -91,14 +91,17 @@ def open_metrics(path: Path, start_step: int) -> tuple:
         rows = []
     kept = [row for _, row in rows if row["step"] <= start_step]
     first = next((i for i, (_, row) in enumerate(rows) if row["step"] > start_step), len(rows))
-    file = open(path, "a", buffering=1)  # each row is written as a whole
+    file = open(path, "a+", 1, "utf-8")  # each row is written as a whole; late: a spike, at its log
+    late = [os.pread(file.fileno(), end - at, at).decode(errors="replace") for (at, _), (end, row)
+            in zip(rows[first:], rows[first + 1 :], strict=False) if row["step"] <= start_step]
     os.truncate(path, rows[first - 1][0] if first else 0)
+    file.writelines(late)
     lost, newest, step = 0.0, start_step, max(0, start_step)  # some loops count from 0
-    for _, row in rows[first:]:
-        lost += sum(seconds_of(row, newest).values()) * (row["step"] > start_step)
+    for row in (row for _, row in rows if row["step"] > start_step):
+        lost += sum(seconds_of(row, newest).values())
         newest = row["step"] if row.get("perf/step_ms") else newest
-        if "hang" in row or row["step"] <= start_step:  # why it restarts; a spike, found later
-            file.write(json.dumps(row | {"step": min(step, row["step"])}) + "\n")
+        if "hang" in row:  # the reason for a restart
+            file.write(json.dumps({"step": step, "hang": row["hang"]}) + "\n")
     if lost:
         file.write(json.dumps({"step": step, "lost_s": lost}) + "\n")
     evaluated = {(start_step, name) for row in kept if row["step"] == start_step

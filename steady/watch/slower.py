@@ -389,8 +389,7 @@ def take_waits(left: Left, old: dict, new: dict, shared: float):
         ms = added(old, new, column)
         left.take(code, ms, [COMMON])
         for phase in STEP_PHASES:
-            share = ms_of(new, phase) / new["perf/step_ms"]  # of the waits falls into it
-            left.take(code, share * (ms - shared), [phase])
+            left.take(code, (ms - shared) * ms_of(new, phase) / new["perf/step_ms"], [phase])
 
 
 def added(old: dict, new: dict, name: str, usual: float = 1.0) -> float:
