@@ -23,7 +23,6 @@ from pathlib import Path
 import conftest
 
 TOOLS = "unshare", "nsenter", "setpriv", "ip", "tc", "mount", "hostname"
-PORT = 29400  # of the rendezvous
 
 
 @functools.cache
@@ -165,6 +164,6 @@ def torchrun(first: Host, host: Host, nproc: int, script, *, nnodes: str | int =
     return [
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}",
         f"--nproc_per_node={nproc}", f"--max_restarts={max_restarts}", "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={first.name}:{PORT}", "--rdzv_id=steady", "--monitor_interval=0.1",
+        f"--rdzv_endpoint={first.name}:29400", "--rdzv_id=steady", "--monitor_interval=0.1",
         "--rdzv_conf=" + ",".join(f"{name}={value}" for name, value in options.items()),
         *map(str, more), "--", *map(str, script)]

@@ -22,8 +22,6 @@ from steady.tokens.files import TokenFile, find_sources, stdlib
 from steady.tokens.order import mixture_pattern, permute
 from steady.tokens.tokenizers import decode
 
-CPU = torch.device("cpu")
-
 
 def shard(tokens, magic=20240520, dtype="<u2") -> bytes:
     """llm.c's format, from its description: 256 int32 of header, then the tokens."""
@@ -121,7 +119,7 @@ def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
     about = dict(dtype="uint32", vocab_size=102_000, end_of_text=101_999)  # pads narrow rows, too
     (wide / "train.bin.json").write_text(json.dumps(about))
     mixture = load_mixture([str(narrow), str(wide)], "train", 10, seed=1)
-    tokens, _, _, source = mixture.batch(0, 8).to(CPU)
+    tokens, _, _, source = mixture.batch(0, 8).to(torch.device("cpu"))
     assert sorted(source.tolist()) == [0] * 4 + [1] * 4 and mixture.vocab_size == 102_000
     assert (tokens[source == 0] < 100).all() and (tokens[source == 1] >= 100_000).all()
     for folder in (narrow, wide):

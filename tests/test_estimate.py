@@ -14,7 +14,6 @@ from model import Transformer
 from tools import estimate
 from train import make_optimizers
 
-CPU = torch.device("cpu")
 SHAPE = ["--n_layer", "2", "--n_head", "12", "--n_kv_head", "4", "--d_model", "768", "--d_ff",
          "2048", "--vocab_size", "500", "--seq_len", "256", "--optimizer", "adamw"]
 
@@ -24,7 +23,7 @@ def peak_of_real_tensors(cfg, accumulation) -> int:
     tokens = torch.zeros(cfg.batch_size // accumulation, cfg.seq_len, dtype=torch.long)
     with torch.profiler.profile(profile_memory=True) as profile:
         model = Transformer(cfg)
-        optimizers = make_optimizers(model, cfg, CPU, estimate.Shards().hold(model))
+        optimizers = make_optimizers(model, cfg, torch.device("cpu"), estimate.Shards().hold(model))
         for _ in range(2):
             for _ in range(accumulation):
                 model(tokens, tokens).sum().backward()

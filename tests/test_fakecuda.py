@@ -14,9 +14,6 @@ import pytest
 from conftest import ROOT, environment
 from fakecuda.build import build, cuda_python, variables
 
-FOLDER = ROOT / "tests/fakecuda"
-
-
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     not sys.platform.startswith("linux") or not shutil.which("gcc") or not shutil.which("nm"),
     reason="needs gcc and nm on Linux")]
@@ -35,7 +32,7 @@ def test_the_program_on_a_fake_device(python, tmp_path: Path):
     build(python, tmp_path / "device")
     done = subprocess.run(
         [python, "-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider",
-         f"--basetemp={tmp_path / 'cases'}", str(FOLDER / "cases.py")],
+         f"--basetemp={tmp_path / 'cases'}", str(ROOT / "tests/fakecuda/cases.py")],
         env={**environment(), **variables(tmp_path / "device")}, cwd=ROOT, capture_output=True,
         text=True)
     print(done.stdout)

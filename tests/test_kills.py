@@ -20,7 +20,6 @@ import train
 from steady.checkpoints import writer
 from steady.checkpoints.checkpoint import best_checkpoint, compare, list_checkpoints
 
-KILLS = int(os.environ.get("STEADY_KILLS", 100))
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.link", "os.truncate")
 FLAGS = ["--max_steps", 18, "--save_interval", 3, "--eval_interval", 4, "--log_interval", 2,
          "--max_nonfinite", 2, "--keep_checkpoints", 2, "--dropout", 0.1, "--auto-resume",
@@ -63,7 +62,7 @@ def end_of(run: Path) -> dict:
     ("skip", 1, 0.32, "ddp"), ("rollback", 1, 0.32, "ddp"), ("skip", 2, 0.16, "ddp"),
     ("skip", 2, 0.12, "zero3"), ("rollback", 3, 0.08, "zero3")])
 def test_killed_anywhere_a_run_ends_as_undisturbed(start, tmp_path, policy, ranks, share, way):
-    kills = round(share * KILLS)
+    kills = round(share * int(os.environ.get("STEADY_KILLS", 100)))
     dice, count = random.Random(f"{policy}{ranks}"), RawValue("i")
     (tmp_path / "runs").mkdir()
 

@@ -13,7 +13,6 @@ from steady.watch.machine import limits, read_resources
 from steady.watch.report import news
 
 CPU = torch.device("cpu")
-LAST = 100_000
 LIMITS = {"limit/host_gb": 8.0, "limit/device_gb": 80.0, "limit/open_files": 1024,
           "limit/threads": 1000}
 HOST = "memory/host_anonymous_gb"
@@ -29,7 +28,7 @@ def noise(sd=0.02):
     return sd * rng.standard_normal()
 
 
-def watch(value, name=HOST, rows=1000, every=10, first=0, also=None, last_step=LAST,
+def watch(value, name=HOST, rows=1000, every=10, first=0, also=None, last_step=100_000,
           settled_step=0) -> list:
     """The findings reported in a run whose row of step s has {name: value(s)}, as (step, finding).
     """

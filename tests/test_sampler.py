@@ -48,6 +48,15 @@ def sampler(monkeypatch):
     return Sampler(clock_in("forward"))
 
 
+def place_of(sampler, phase: str, frame) -> str:
+    """The line of a profile after looks at this frame in a phase."""
+    sampler.clock.current = phase
+    for _ in range(LEAST):
+        sampler.look(frame)
+    (place,) = sampler.read(1)["profile"][phase]
+    return place
+
+
 def test_a_look_skips_torch_and_the_standard_library(sampler):
     through_libraries(Watched())
     frame = FRAMES.pop()
@@ -80,12 +89,8 @@ def test_a_look_skips_torch_and_the_standard_library(sampler):
 def test_which_files_and_libraries_are_named(sampler, file, shown, library):
     space = {"sys": sys}
     exec(compile("def f(): return sys._getframe()", file, "exec"), space)
-    frame = space["f"]()
     for phase, named in (("forward", library), ("logging", "")):
-        sampler.clock.current = phase
-        for _ in range(LEAST):
-            sampler.look(frame)
-        (line,) = sampler.read(1)["profile"][phase]
+        line = place_of(sampler, phase, space["f"]())
         assert line.startswith(shown) and parts_of(line)[2] == named
 
 
@@ -168,9 +173,7 @@ def test_a_look_beside_collections_does_not_crash():
 def test_an_instruction_without_a_line_counts_for_the_first_of_its_function(sampler):
     """As the beginning of a generator: there Python says None."""
     code = test_a_look_skips_torch_and_the_standard_library.__code__
-    for _ in range(LEAST):
-        sampler.look(SimpleNamespace(f_code=code, f_lineno=None, f_back=None))
-    (place,) = sampler.read(1)["profile"]["forward"]
+    place = place_of(sampler, "forward", SimpleNamespace(f_code=code, f_lineno=None, f_back=None))
     assert place.startswith(f"tests/test_sampler.py:{code.co_firstlineno} ")
 
 
@@ -221,11 +224,7 @@ def test_beside_a_model_s_phases_the_line_that_calls_a_model_is_named(sampler):
     through_libraries(Watched())
     frame, named = FRAMES.pop(), []
     for phase in ("other", "forward", "other"):  # at first it may be a loop without phases
-        sampler.clock.current = phase
-        for _ in range(LEAST):
-            sampler.look(frame)
-        (place,) = sampler.read(1)["profile"][phase]
-        named.append(parts_of(place)[1].rpartition(".")[2])
+        named.append(parts_of(place_of(sampler, phase, frame))[1].rpartition(".")[2])
     assert named == ["forward", "forward", "through_libraries"]
 
 

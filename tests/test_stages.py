@@ -29,15 +29,16 @@ def sets(tmp_path):
 # --- the order -------------------------------------------------------------------------------
 
 
-def random_stages(rng, n_sets: int) -> list[tuple[int, list[Fraction]]]:
-    """(first position, weights) of one to four stages; some sets are absent, one stage empty."""
+def random_stages(rng) -> tuple[list[int], list[tuple[int, list[Fraction]]]]:
+    """Sizes of one to four sets; (first position, weights) of one to four stages, one empty."""
+    sizes = [int(n) for n in rng.integers(1, 120, rng.integers(1, 5))]
     begins = [0, *sorted(8 * rng.integers(0, 60, rng.integers(0, 4)))]
     stages = []
     for begin in begins:
-        weights = [Fraction(int(w)) / 2 for w in rng.integers(0, 5, n_sets)]
-        weights[rng.integers(n_sets)] += 1  # or there might be none
+        weights = [Fraction(int(w)) / 2 for w in rng.integers(0, 5, len(sizes))]
+        weights[rng.integers(len(sizes))] += 1  # or there might be none
         stages.append((int(begin), weights))
-    return stages
+    return sizes, stages
 
 
 def drawn(stages, sizes, n: int) -> tuple[list, list]:
@@ -61,8 +62,7 @@ def drawn(stages, sizes, n: int) -> tuple[list, list]:
 def test_the_order_is_that_of_its_definition(seed):
     """Each set goes on where it was, as if it were alone, in any split into calls."""
     rng = np.random.default_rng(seed)
-    sizes = [int(n) for n in rng.integers(1, 120, rng.integers(1, 5))]
-    stages = random_stages(rng, len(sizes))
+    sizes, stages = random_stages(rng)
     order = Order(sizes, stages[0][1], seed, stages[1:])
     order.WINDOW = order.window = int(rng.choice([7, 64, 4096]))
     source, number = drawn(stages, sizes, 600)
@@ -83,8 +83,7 @@ def test_the_order_is_that_of_its_definition(seed):
 def test_grouping_by_length_keeps_stages_and_epochs_apart(seed):
     """Of each stage the same samples as without it, and each set's epochs remain whole."""
     rng = np.random.default_rng(seed)
-    sizes = [int(n) for n in rng.integers(1, 120, rng.integers(1, 5))]
-    stages = random_stages(rng, len(sizes))
+    sizes, stages = random_stages(rng)
     plain, order = (Order(sizes, stages[0][1], seed, stages[1:]) for _ in range(2))
     lengths = rng.integers(1, 30, (len(sizes), max(sizes)))
     order.group_by_length(int(rng.choice([1, 4, 32])), 8, lambda k, sample: lengths[k, sample])
