@@ -407,11 +407,7 @@ def test_one_writer_per_directory_whose_loader_workers_do_not_die_first(run, lon
 def test_the_lock_of_a_directory_that_is_moved_away_is_none(run, tmp_path, monkeypatch):
     """Another process with --overwrite does so between the opening of the file and the lock."""
     run("--out_dir", "r")
-    def move(*args):
-        if (tmp_path / "r").exists():
-            (tmp_path / "r").rename(tmp_path / "r.old")
-
-    before(fcntl, "lockf", move, monkeypatch.setattr)
+    before(fcntl, "lockf", lambda *_: os.rename("r", "r.old"), monkeypatch.setattr)
     with pytest.raises(ConfigError, match="is writing there"):
         run_dir.acquire_lock(tmp_path / "r")
 
@@ -827,6 +823,10 @@ def test_a_backup_of_another_run_is_refused(run, tmp_path, backed_up):
         told = run("--out_dir", "b", "--resume", *flags, bare=True, expect=2)
         assert "--out_dir b: holds a run already" in told
         assert contents(tmp_path, "lock") == before
+    told = run("--out_dir", "d", "--backup_to", "disk3", hook=lambda rank: after_step(
+        2, lambda: shutil.copytree("disk2", "disk3", dirs_exist_ok=True)))  # began just before it
+    assert "no backup to disk3, training continues: it now holds another run" in told
+    assert steps(tmp_path / "disk3") == [4, 8]
     shutil.move(tmp_path / "a/checkpoints", tmp_path / "moved")  # and there is no other copy
     assert "holds another run" in run("--out_dir", "a", "--auto-resume", bare=True, expect=2)
 

@@ -27,14 +27,13 @@ class Backup:
         self.newest = None  # checkpoint
         self.sent = {}  # name at the URL → time of change of the file that was uploaded
         self.thread = threading.Thread()  # of the newest upload
+        own = (run_dir or Path("runs")).resolve()
         with opened(url, "--backup_to") as self.fs:
-            own, place = (run_dir or Path("runs")).resolve(), Path(self.fs.path).resolve()
-            self.is_disk = "file" in self.fs.fs.protocol
-            if self.is_disk and (own.is_relative_to(place) or place.is_relative_to(own)):
-                raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; use another disk")
-            self.fs.makedirs("checkpoints", exist_ok=True)
             saved = [*remote_checkpoints(self.fs)], [p.name for p in own.glob("checkpoints/*")]
             there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
+        place, self.is_disk = Path(self.fs.path).resolve(), "file" in self.fs.fs.protocol
+        if self.is_disk and (own.is_relative_to(place) or place.is_relative_to(own)):
+            raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; use another disk")
         if there and there != run:
             raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this one'}; "
                               f"choose another URL, or continue that run with --resume {url}")
@@ -42,6 +41,8 @@ class Backup:
         if there and newest > ours:  # an older copy of the run would delete it
             raise ConfigError(f"--backup_to {url}: holds step {newest} of this run, {run_dir} only "
                               f"step {ours}; continue it with --resume {url}")
+        with opened(url, "--backup_to"):
+            self.fs.makedirs("checkpoints", exist_ok=True)
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
@@ -68,6 +69,9 @@ class Backup:
             for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):  # next: a step needs its rows
                 if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
                     files[log] = path
+            there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
+            if there and there != id_in(files["config.yaml"].read_bytes()):
+                raise ConfigError("it now holds another run; each needs its own URL")
             for each in filter(None, (best_checkpoint(folder), checkpoint)):
                 name, link = f"checkpoints/{each.path.name}", folder / f"backup.tmp-{len(held)}"
                 each.link_to(link)  # now, or rotation deletes it before the URL answers
@@ -103,8 +107,6 @@ def opened(url: str, option: str):
     try:
         fs, root = url_to_fs(url)
         yield DirFileSystem(root, fs)
-    except ConfigError:
-        raise
     except Exception as e:  # each file system raises its own
         raise ConfigError(f"{option} {url}: {type(e).__name__}: {e}") from None
 

@@ -43,10 +43,9 @@ def describe(run) -> str:
                    if p.ndim > 1 and not p.requires_grad and id(p) not in linear)
         others = f"; no adapters in {left / 1e6:.2f} M outside linear layers, as in experts"
         of_those = f" ({trained / 1e6:.2f} M trained{others if left else ''})"
-    samples = progress.position + (cfg.max_steps - progress.step) * cfg.batch_size
-    steps = f"{cfg.max_steps} steps"
-    if cfg.max_steps == UNKNOWN and cfg.max_minutes:
-        samples, steps = progress.position, f"{cfg.max_minutes:g} minutes"
+    minutes = cfg.max_minutes if cfg.max_steps == UNKNOWN else None
+    steps = f"{minutes:g} minutes" if minutes else f"{cfg.max_steps} steps"
+    samples = progress.position + (0 if minutes else cfg.max_steps - progress.step) * cfg.batch_size
     _, *shares = zip(*data.order.plan, strict=True)
     each = zip(data.datasets, shares, data.order.epochs(samples), strict=True)
     sources = [f"{d.name} {' → '.join(f'{x:.1%}' for x in share)} ({epochs:.2f} epochs){d.details}"

@@ -177,8 +177,7 @@ def open_run_dir(run):
     """
     own, ranks, shards = run.dir, run.ranks, run.ranks.shards
     best = begin(run) if ranks.rank == 0 else None
-    number = secrets.randbelow(10**9)
-    own.path, best, number = ranks.broadcast((own.path, best, number))
+    own.path, best, number = ranks.broadcast((own.path, best, secrets.randbelow(10**9)))
     run.progress.best_loss, run.progress.best_step = best
     checkpoints.require_shared(own.path)
     if ranks.rank < shards.size:
