@@ -292,9 +292,7 @@ def test_a_mean_of_an_evaluation_is_of_all_ranks(run, names, code, said):
 
 
 def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
-    class Mine(torch.optim.Adafactor):
-        pass
-
+    Mine = type("Mine", (torch.optim.Adafactor,), {})
     shards, kinds = parallel.Shards("zero3"), (torch.optim.SGD, torch.optim.NAdam, Mine)
     shards.parameters = {name: nn.Parameter(torch.ones(8, 6)) for name in "abc"}
     optimizers = [make([p]) for make, p in zip(kinds, shards.parameters.values(), strict=True)]
@@ -307,8 +305,9 @@ def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
 
 
 @pytest.mark.parametrize("state, refused", [
-    (lambda rows: torch.zeros(len(rows)), ""), (lambda rows: torch.zeros(1), "mine"),
-    (lambda rows: [torch.zeros(1)], "mine.0")])
+    (lambda rows, rank: torch.zeros(len(rows)), ""),
+    (lambda rows, rank: torch.full([2 * rank + 1], rank), "mine"),
+    (lambda rows, rank: [torch.tensor(rank), torch.full([1], rank)], "mine.1")])
 def test_optimizer_state_without_rows_stays_on_as_many_ranks(run, state, refused):
     def hook(rank):
         class Mine(torch.optim.SGD):
@@ -317,7 +316,8 @@ def test_optimizer_state_without_rows_stays_on_as_many_ranks(run, state, refused
             def step(self):
                 super().step()
                 for p in (p for group in self.param_groups for p in group["params"]):
-                    self.state[p]["mine"] = state(p)
+                    mine = self.state[p].setdefault("mine", state(p, rank))
+                    assert compare(mine, state(p, rank))[1] == []
 
         train.make_optimizers = lambda m, c, d, shards: [Mine(shards.parameters.values(), lr=0.01)]
 

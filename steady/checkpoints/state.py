@@ -72,20 +72,21 @@ def parameter_names(run, optimizer) -> list[str]:
 def load_checkpoint(run, checkpoint: Checkpoint):
     """Restore `run` from a verified checkpoint; returns once all ranks have read it.
 
-    Each rank reads its own rows, from any number of parts. Raises ConfigError if the checkpoint is
-    not of this run.
+    Each takes its own part, or its rows of other parts. Raises ConfigError if it is another run's.
     """
     checkpoints.require_shared(checkpoint.path)
     states = checkpoint.states()  # verified just now, so it is in memory
     refuse_changes(run, checkpoint, states[0])
     shards, guard, lora_rank = run.ranks.shards, run.guard, run.cfg.lora_rank
-    state = checkpoints.join(states, shards.rows, copy=True)
+    moved = len(states) != shards.size
+    parts, rows = (states, shards.rows) if moved else ([states[shards.rank]], slice)
+    state = checkpoints.join(parts, rows, copy=True)
     copy_weights(checkpoint, state["model"], lora.kept(shards.tensors_of(run.model), lora_rank))
     if run.ema:  # starts from the weights if the checkpoint has no averages
         averages = {name: state["model"][name] for name in run.ema.tensors}
         copy_weights(checkpoint, state.get("ema") or averages, run.ema.tensors)
     release(run.model)
-    restore_optimizers(run, checkpoint, state, moved=len(states) != shards.size)
+    restore_optimizers(run, checkpoint, state, moved)
     restore_progress(run, state)
     guard.nonfinite.copy_(state["nonfinite"])
     if guard.spikes and state["spikes"] is not None:
