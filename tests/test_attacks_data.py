@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,11 +45,8 @@ def test_one_file_of_several_that_changed_is_noticed(tmp_path, n):
 
 
 def test_a_malformed_tokenizer_is_reported_in_one_line(tmp_path, made, tokenizer, monkeypatch):
-    class PanicException(BaseException):  # as Rust's are: no Exception
-        pass
-
-    def panic(name):
-        raise PanicException("range end index 4 out of range for slice of length 2")
+    PanicException = type("PanicException", (BaseException,), {})  # as Rust's are: no Exception
+    panic = Mock(side_effect=PanicException("range end index 4 out of range for slice of length 2"))
     shutil.copytree(tokenizer, tmp_path / "t")
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat"}])
     (tmp_path / "t/tokenizer.json").write_text("null")

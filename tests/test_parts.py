@@ -237,8 +237,10 @@ def test_resume_is_verified_in_parts(run):
 
     def differ(rank):
         verify.checkpoints.compare = lambda *ends: (3, ["model.head"])
+        before(verify.dist, "barrier", lambda: print(f"rank {rank} leaves"))
 
     flags = ["--verify_resume", 2, "--parallel", "zero3", "--dropout", 0.1]
     assert " values same" in run(*flags, ranks=2, hook=late)
     told = run(*flags, ranks=2, expect=1, hook=differ)
     assert told.count("1 of 3 values differ, as model.head") == 1
+    assert "rank 0 leaves" in told[told.index("values differ") :]  # torchrun then ends all

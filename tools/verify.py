@@ -78,10 +78,10 @@ def verify_resume(argv: list[str], cfg: Config, train) -> int:
         if code := train([*flags, f"--out_dir={resumed}", f"--resume={middle}"]):
             return code
         n, differing = from_rank0(lambda: checkpoints.compare(*map(end, (whole, resumed))))
-        if dist.is_initialized():
-            dist.barrier()  # rank 0 may hold the store and leaves next
     if rank_and_world()[0] == 0:
         result = f"{len(differing)} of {n} values differ, as {differing[0]}" if differing else (
             f"all {n} values same")
-        print(f"verify  steps {k} to {2 * k} resumed: {result}")
+        print(f"verify  steps {k} to {2 * k} resumed: {result}", flush=True)
+    if dist.is_initialized():
+        dist.barrier()  # with code 1, the first rank to leave ends the others
     return int(bool(differing))
