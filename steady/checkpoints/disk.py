@@ -97,8 +97,8 @@ def disk_error(error: BaseException, folder: Path, advice: str = "") -> str:
     cause = error
     while cause and getattr(cause, "errno", None) not in FULL:  # torch wraps it in its own errors
         cause = cause.__cause__ or cause.__context__
-    if not cause:
-        return str(error)
+    if not cause or cause.errno == errno.EFBIG:  # a limit of the file system, or of ulimit -f
+        return str(cause or error)
     usage = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     return (f"no space left on {folder}: {si(usage.free)}B of {si(usage.total)}B are free "
             f"({cause.strerror}){advice}")
