@@ -178,6 +178,7 @@ def test_what_counts_where_templates_write_turns_anew(family, messages, expected
     (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
     (dict(instruction="a", input=float("nan"), output="b"), "input: expected text, found float"),
     (dict(prompt=TALK[:1], completion="Hi."), "completion: expected a list, found text"),
+    (dict(instruction="a", output="b", history=[["c", "d"]]), "history: expected all turns in one"),
     (dict(prompt="a", completion="b", label=False), "label false: a rejected completion"),
     (dict(conversations=TALK, label=0), "label false: a rejected completion"),
     (TALK, "record: expected an object, found a list"),
@@ -233,11 +234,10 @@ def test_the_summary_counts_chats_that_teach_nothing(tmp_path, made_of):
 
 
 def test_what_a_template_leaves_out_is_counted_by_name(made_of):
-    call = dict(CALL, id="call_17")
-    result = dict(role="tool", content="3", tool_call_id="call_17")
+    result = dict(role="tool", content="3", tool_call_id="c1")
     told = made_of("qwen3", [
         dict(messages=[dict(TALK[0], weight=1), dict(TALK[1], thoughts="Greet.", name="b")] * 2),
-        dict(messages=[TALK[0], dict(role="assistant", tool_calls=[call]), result, TALK[3]])])
+        dict(messages=[TALK[0], dict(role="assistant", tool_calls=[dict(CALL, id="c1")]), result])])
     found = re.search("not in the text  (.*)", told)[1].split(", ")
     assert found == ["user.weight (2)", "assistant.thoughts (2)", "assistant.name (2)",
                      "assistant.tool_calls.type (1)", "assistant.tool_calls.id (1)",

@@ -192,8 +192,7 @@ def talk(writer: Writer, options: ChatOptions):
         sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         said = dict(role="user", content=sys.stdin.read().strip())
-        writer.write(writer.chat_ids([said], system))
-        return
+        return writer.write(writer.chat_ids([said], system))
     with suppress(ImportError):
         import readline  # noqa: F401  # lets `input` edit and recall lines
     print(HELP)

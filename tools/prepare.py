@@ -253,8 +253,7 @@ def prepare_or_show(argv: list[str]):
             raise ConfigError("expected: data.py show DIR N, or data.py show RUN_DIR STEP, from 1")
         from tools.show import show
 
-        show(argv[1], int(argv[2]))
-        return
+        return show(argv[1], int(argv[2]))
     parser = make_parser(Options, "data.py", USAGE, ABOUT)
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder, pattern, hf:NAME")
     given = vars(read_flags(parser, argv))

@@ -32,7 +32,7 @@ RECORDS = {  # keys that hold a document: optional keys read with them
     ("prompt", "completion"): BESIDE,
     ("messages",): BESIDE,
     ("conversations",): BESIDE,
-    ("instruction", "output"): ("input", *BESIDE)}
+    ("instruction", "output"): ("input", "history", *BESIDE)}
 CARDS = ("readme.md", "dataset_infos.json", "dataset_info.json")  # beside the records of the hub
 TRAINING = {"train", "training"}  # words in the names of splits
 OTHERS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
