@@ -302,6 +302,9 @@ def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
         shards.checked(optimizers)
     Mine.by_rows = True
     assert shards.checked(optimizers) == optimizers
+    shards.pairs = [(nn.Parameter(torch.ones(16, 6), requires_grad=False), shards.parameters["b"])]
+    with pytest.raises(ConfigError, match="have b; expected one, and no change of requires_grad"):
+        shards.checked(optimizers)  # each rank would still decay its rows of b
 
 
 @pytest.mark.parametrize("state, refused", [

@@ -198,8 +198,7 @@ def test_a_run_of_a_depth_goes_on_with_and_without_the_flag(run, tmp_path, corpu
     (lambda muon, adamw: [muon, adamw, torch.optim.SGD([torch.ones(1, requires_grad=True)])],
      "an optimizer has parameters that the model lacks")])
 def test_a_weight_that_not_exactly_one_optimizer_has_is_refused(run, monkeypatch, how, found):
-    """Without one its gradients would add up over all steps, and be clipped with the others; one
-    of a module beside the model would be missing from checkpoints."""
+    """Its gradients would add up; one of a module beside the model would not be in checkpoints."""
     plain = train.make_optimizers
     monkeypatch.setattr(train, "make_optimizers", lambda *args: how(*plain(*args)))
     assert f"error: make_optimizers: {found}" in run(expect=2)

@@ -111,15 +111,15 @@ class Shards:
     def checked(self, optimizers: list) -> list:
         """The same optimizers. Raises ConfigError unless each trained weight is in exactly one.
 
-        Sharded, it also refuses optimizers that may need whole weights: all but torch's elementwise
-        ones (BY_ROWS) and those with a true attribute `by_rows`.
+        Sharded, only torch's elementwise ones (BY_ROWS) or those with a true `by_rows` pass.
         """
+        wholes = {id(part): whole for whole, part in self.pairs}
         held = Counter(id(p) for each in optimizers for group in each.param_groups
                        for p in group["params"])
         for name, p in self.parameters.items():
-            if p.requires_grad and held[id(p)] != 1:
-                raise ConfigError(f"make_optimizers: {held[id(p)]} optimizers have {name}; "
-                                  "expected one, or requires_grad = False before they are made")
+            if p.requires_grad and (held[id(p)] != 1 or not wholes.get(id(p), p).requires_grad):
+                raise ConfigError(f"make_optimizers: {held[id(p)]} optimizers have {name}; expected"
+                                  " one, and no change of requires_grad: freeze it in make_model")
         if held.keys() - {id(p) for p in self.parameters.values()}:
             raise ConfigError("make_optimizers: an optimizer has parameters that the model lacks, "
                               "or has frozen; they would be missing from checkpoints")
