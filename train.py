@@ -172,8 +172,9 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             optimizer.step()
         elif not found_inf:
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            torch._foreach_div_([g for g in grads if g is not None], divisor)
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            if grads := [p.grad for p in held if p.grad is not None]:
+                torch._foreach_div_(grads, divisor)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     run.ranks.scaler.update()
@@ -193,10 +194,9 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
             table = isinstance(module, nn.Embedding)
             # a stack of matrices, such as experts, but not a convolution's kernel
             stack = p.ndim == 3 and min(p.shape[1:]) > 1 and not hasattr(module, "kernel_size")
+            kinds[name] = "table" if table and p is not model.head.weight else "other"
             if module in blocks and not table and (p.ndim == 2 or stack):
                 kinds[name] = "matrix"
-            else:
-                kinds[name] = "table" if table and p is not model.head.weight else "other"
     trained = {name: p for name, p in shards.parameters.items() if p.requires_grad}
     matrices = [dict(params=[p for name, p in trained.items() if kinds[name] == "matrix"],
                      weight_decay=cfg.weight_decay)]

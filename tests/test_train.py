@@ -459,11 +459,11 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
             model.norm.double()
         optimizers = train.make_optimizers(model, cfg, torch.device("cpu"),
                                            parallel.Shards().hold(model))
+        first, *others = model.parameters()  # the first gets no gradient
         if optimizer in ("without found_inf", "fused sgd"):
-            optimizers = [torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9,
-                                          weight_decay=0.1, fused=optimizer == "fused sgd")]
+            how = dict(lr=1.0, momentum=0.9, weight_decay=0.1, fused=optimizer == "fused sgd")
+            optimizers = [torch.optim.SGD(some, **how) for some in ([first], others)]
         for scale in scales:
-            _, *others = model.parameters()  # the first is frozen
             for i, p in enumerate(others):
                 grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * scale
                 p.grad = (grad * weight).to(p.dtype)
