@@ -169,8 +169,7 @@ class Monitor:
         if self.first_step is None:  # it opens the sinks
             self.unwritten.append((step, row))
         elif self.sinks:
-            self.sinks.write(step, row)
-            self.safely(self.history.append, row | {"step": step})
+            self.safely(self.history.append, self.sinks.write(step, row))  # as in the file
 
     def close(self) -> str:
         """Write the last row; returns the report of the run. Raises nothing."""

@@ -221,19 +221,20 @@ def test_a_loop_that_dies_is_continued_or_begun_again(loop):
 
 @pytest.mark.parametrize("value, mean", [
     (torch.tensor(1).bfloat16(), 1.0), (torch.tensor(2**15).half(), 2**15),
-    (torch.ones(3), 1.0), (np.arange(3), 1.0), ([1, 2], 1.5),
-    (np.float32(2), 2.0), ("x", math.nan), (None, math.nan),
-    (torch.ones(2, device="meta"), math.nan)])
+    (torch.ones(3), 1.0), (np.arange(3), 1.0), ([1, 2], 1.5), (np.float32(2), 2.0),
+    ("x", math.nan), (None, math.nan), (torch.ones(2, device="meta"), math.nan)])
 def test_any_value_is_a_number_in_the_file(value, mean, tmp_path):
     m = Monitor(tmp_path, 600, tensorboard=False)
     for step in range(1, 601):
-        m.log("metric", value)
+        m.log(7, value)  # of class 7
         m.step(step, loss=1.0 if value is None else value, tokens=torch.tensor(7),
                grad_norm=2.0 if step % 2 else None)
+    m.write(600, {"val/loss": torch.tensor(3.0)})
     m.close()
-    logged = [row for row in rows(tmp_path) if "perf/step_ms" in row]
-    assert [row["metric"] for row in logged] == [None if mean != mean else pytest.approx(mean)] * 2
-    assert [row["train/tokens"] for row in logged] == [7, 4200]
+    assert m.history.evaluations == {600: 3.0}
+    logged = [row["7"] for row in rows(tmp_path) if "perf/step_ms" in row]
+    assert logged == [None if mean != mean else pytest.approx(mean)] * 2
+    assert column(tmp_path, "train/tokens") == {1: 7, 600: 4200}
     assert m.healthy
 
 
@@ -253,13 +254,12 @@ def test_a_step_may_be_any_whole_number(steps, tmp_path):
     assert [row["step"] for row in m.history.rows] == list(column(tmp_path, "train/loss")) == logged
 
 
-def test_the_settings_of_the_program_stay_its_own(tmp_path):
+def test_the_settings_of_the_program_stay_its_own(tmp_path, monkeypatch):
     def own(*_):
         pass
 
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGCONT)}
-    excepthook = threading.excepthook
-    threading.excepthook = own
+    monkeypatch.setattr(threading, "excepthook", own)
     signal.signal(signal.SIGUSR2, own)
     try:
         monitors = [Monitor(tmp_path / name, 1) for name in "ab"]
@@ -273,7 +273,6 @@ def test_the_settings_of_the_program_stay_its_own(tmp_path):
         assert signal.getsignal(signal.SIGUSR2) is signal.getsignal(signal.SIGCONT) is own
         assert threading.excepthook is own
     finally:
-        threading.excepthook = excepthook
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from timeit import repeat
 
 import numpy as np
 import torch
@@ -39,13 +40,9 @@ class Probe:
             self.result = torch.empty_like(self.large)
 
     def read(self) -> dict[str, float]:
-        """Times in microseconds; the GPU's is of the product started at an earlier call."""
-        times = []
-        for _ in range(3):  # the best: an interrupted try says nothing about the cores
-            began = time.perf_counter()
-            np.add.accumulate(self.ones, out=self.sums)  # a profiler left on slows torch's
-            times.append(time.perf_counter() - began)
-        row = {"machine/cpu_sum_us": min(times) * 1e6}  # cpu_probe_us: torch's, in older rows
+        """Microseconds, the best of 3; the GPU's is of the product started at an earlier call."""
+        times = repeat(lambda: np.add.accumulate(self.ones, out=self.sums), repeat=3, number=1)
+        row = {"machine/cpu_sum_us": min(times) * 1e6}  # cpu_probe_us: torch's, slower if profiled
         if self.events and self.events[1].query():  # never waits
             row["machine/gpu_probe_us"] = self.events[0].elapsed_time(self.events[1]) * 1e3
             self.events = None
@@ -99,8 +96,7 @@ class Machine:
         return row
 
     def close(self):
-        if self.on_gc in gc.callbacks:
-            gc.callbacks.remove(self.on_gc)
+        gc.callbacks[:] = [each for each in gc.callbacks if each != self.on_gc]
         give_back_signal(signal.SIGCONT, self.on_continue, self.cont)
 
 

@@ -37,18 +37,19 @@ class Sinks:
         if tracker and "metrics.jsonl" in self.open:  # the tracker's process reads it
             self.open["tracker"] = wandb_sink.start(out_dir, *tracker)
 
-    def write(self, step: int, row: dict):
+    def write(self, step: int, row: dict) -> dict:
         step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
         if self.history.evaluated not in (None, row.get("evaluated", self.history.evaluated)):
             self.evaluated = set()  # the earlier process evaluated other data
         row = {name: value for name, value in row.items() if (step, name) not in self.evaluated}
         if not row:  # for example, an evaluation without a target
-            return
+            return {}
         text = json.dumps({"step": step} | row | {"step": step}, default=str)
         if "NaN" in text or "Infinity" in text:  # JSON has neither: null, also within a finding
             text = json.dumps(json.loads(text, parse_constant=lambda name: None))
         self.use("metrics.jsonl", lambda file: file.write(text + "\n"))
         self.use("TensorBoard", lambda board: board.write(step, row))
+        return row | {"step": step}
 
     def close(self):
         """Close all but metrics.jsonl, which the last sample still needs."""
