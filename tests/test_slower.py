@@ -37,7 +37,7 @@ def wobble(rng, logs: int, size: float) -> np.ndarray:
 
 
 def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, factor=1.0,
-         probes=True, more=lambda late: {}):
+         probes=True, more=lambda late: {}, lone=""):
     """Rows: from log PLANTED on `phase` takes `share` of a step more and all of them `factor`."""
     rng, rows = np.random.default_rng(seed), []
     machine_is = wobble(rng, logs, wobbles)
@@ -48,6 +48,7 @@ def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, facto
               for name, part in SHARES.items()}
         if phase and late:
             ms[phase] = ms.get(phase, 0.0) + STEP_MS * share
+        ms = {lone: sum(ms.values())} if lone else ms  # of a loop with one phase
         row = row_of((i + 1) * EVERY, **ms) | {"perf/cpu_queue_ms": 0.01, "perf/gc_ms": 0.0}
         row["perf/thread_ms"] = 0.15 * row["perf/step_ms"]  # a thread that is always busy
         if probes:
@@ -103,9 +104,10 @@ def test_what_begins_after_a_few_logs_is_found_and_has_not_ended(phase, logs):
         assert event.values["phases"][0] == (phase, pytest.approx(0.5 * STEP_MS, rel=0.2))
 
 
+@pytest.mark.parametrize("lone", ["", "other"])
 @pytest.mark.parametrize("probe", ["slower", "as before", "none", "another"])
-def test_a_slower_machine_is_told_by_its_probe(probe):
-    rows = made(factor=1.3, wobbles=0.02, probes=probe != "none")
+def test_a_slower_machine_is_told_by_its_probe(probe, lone):
+    rows = made(factor=1.3, wobbles=0.02, probes=probe != "none", lone=lone)
     for row in rows if probe == "as before" else ():
         row["machine/cpu_sum_us"] = 10.0
     for row in rows[:PLANTED] if probe == "another" else ():  # before an update of this program
@@ -345,20 +347,22 @@ def profiles(slower: str, ms: float, looks: int = 40):
     return more
 
 
+@pytest.mark.parametrize("lone", ["", "forward"])
 @pytest.mark.parametrize("slower", ["attend", "norm"])
-def test_the_line_that_became_slower_is_named(slower):
-    share = 0.2
-    found = detect(made(1, phase="forward", share=share, more=profiles(slower, share * STEP_MS)))
-    (event,) = of_program(found)
+def test_the_line_that_became_slower_is_named(slower, lone):
+    share, more = 0.2, profiles(slower, 0.2 * STEP_MS * (SHARES["forward"] if lone else 1))
+    (event,) = of_program(detect(made(1, phase="forward", share=share, more=more, lone=lone,
+                                   wobbles=0.02 if lone else 0.2)))
     assert codes(event) == ["line"] and event.since <= (PLANTED + 3) * EVERY
     (line,) = event.parts
     assert line.values["phase"] == "forward" and f" {slower} < model.py:9 forward" in line.line
     assert abs(line.ms - share * STEP_MS) < max(line.values["error"], 0.2 * share * STEP_MS)
 
 
-def test_lines_that_keep_their_shares_are_not_blamed():
+@pytest.mark.parametrize("lone", ["", "forward"])
+def test_lines_that_keep_their_shares_are_not_blamed(lone):
     """All of them longer alike, as on a slower machine, or beside work that no look has met."""
-    found = detect(made(1, factor=1.5, more=profiles("none", 0.0)))
+    found = detect(made(1, factor=1.5, more=profiles("none", 0.0), lone=lone))
     assert found and not any("line" in codes(event) for event in found)
 
 
@@ -412,8 +416,7 @@ def rows_of(ms: dict, profile: dict | None = None, logs=20, every=20, **columns)
 
 
 def parts_of(rows, sources=None) -> dict[str, object]:
-    history = History(rows)
-    history.sources |= sources or {}
+    history = History([{"step": 0, "sources": sources or {}}, *rows])
     return {part.code: part for found in slow(history) for part in found.parts}
 
 
@@ -500,9 +503,7 @@ def test_on_a_gpu_no_line_of_a_compute_phase_is_a_gain():
 
 
 def test_a_function_left_to_run_eagerly_is_named_once():
-    rows = rows_of({}, logs=30)
-    for row in rows[12:]:
-        row["perf/eager_functions"] = 2
+    rows = [*rows_of({}, logs=12), *rows_of({}, logs=30, **{"perf/eager_functions": 2})[12:]]
     (found,) = findings(History(rows))
     assert (found.code, found.since, found.values["count"]) == ("eager", 260, 2)
     assert news(History([*rows, {"step": 600, "finding": found.row()}])) == []

@@ -23,6 +23,7 @@ MEASURED = ("_ms", "_us", "_median", "_ratio", "_fraction", "_mhz", "_celsius", 
 WAITS = {"quota": "machine/throttled_ms", "stolen": "machine/steal_ms",
          "contention": "perf/cpu_queue_ms", "disk": "machine/disk_ms",
          "memory": "machine/memory_ms"}
+PROBES = "machine/cpu_sum_us", "machine/cpu_probe_us", "machine/gpu_probe_us"
 READINGS = {"perf/clock_mhz": "{:.0f} MHz", "machine/gpu_celsius": "{:.0f} °C",
             "machine/gpu_watts": "{:.0f} W"}
 
@@ -124,7 +125,7 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
     last_done = {}
     for i, point in enumerate(points):
         factors = [ms_of(point, name) / normal[name] for name in COMPUTE if normal[name]]
-        factor = statistics.median_low(factors) if factors else 1.0
+        factor = statistics.median_low(factors) if len(factors) > 1 else 1.0
         alone = {name: ms_of(point, name) - factor * normal[name]
                  for name in STEP_PHASES if same[i]}
         series[COMMON][i] = point["perf/step_ms"] - sum(alone.values())
@@ -299,18 +300,20 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     more = {name: ms for name, ms in more.items() if ms > LEAST * of * slowed}
     left, total = Left(more), sum(more.values())
     take_measured(left, old, new, [points[i] for i in after])
-    take_lines(left, old, new, slowed, sources)
+    one = all(name in more for name in COMPUTE if ms_of(old, name))  # no phase to compare with
+    ratios = [new[name] / old[name] for name in PROBES if new.get(name) and old.get(name)]
+    lone = max(1 + sum(added(old, new, name) for name in WAITS.values()) / of, *ratios, 1.0)
+    take_lines(left, old, new, lone if one else slowed, sources)
     take_waits(left, old, new, shared)
     left.take("data", total, ["data"])
-    for column in ("machine/cpu_sum_us", "machine/cpu_probe_us", "machine/gpu_probe_us"):
-        ratio = new[column] / old[column] if new.get(column) and old.get(column) else 1.0
-        left.take("probe", (ratio - 1) * of, [COMMON], ratio=ratio)
+    for ratio in ratios:
+        left.take("probe", (ratio - 1) * of, None if one else [COMMON], ratio=ratio)
     left.take("network", total * ("perf/slowest_rank" in new), ["waiting"])
     machine = sum(part.ms for part in left.parts if part.code in OF_MACHINE)
     unclear = sum(part.ms for part in left.parts if part.code == "slow rank")
     if "perf/slowest_rank" in new and ms_of(new, "waiting") < LEAST * of:
         unclear = max(unclear, more.get("backward", 0.0))  # DDP may wait in it for another rank
-    program = total - machine - unclear - left.ms.get(COMMON, 0.0)
+    program = total - machine - unclear - (one or not of_phases) * sum(left.ms.values())
     left.parts.append(Finding("unexplained", ms=float(sum(left.ms.values()))))
     left.parts.sort(key=lambda part: -part.ms)
     # if all phases share it, show those with most of it
