@@ -84,9 +84,9 @@ def of_program(found) -> list:
     *((phase, 0.06, 1.0) for phase in SHARES), ("data", 0.3, 2.0)])  # beside a slower machine
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_planted_comes_first_while_the_machine_wobbles(phase, share, factor, seed):
-    events = of_program(detect(made(seed, phase=phase, share=share, factor=factor)))
-    assert len(events) == 1, events
-    (event,) = events
+    found = detect(made(seed, phase=phase, share=share, factor=factor))
+    assert all(sum(ms for _, ms in each.values["phases"]) < 1.2 * each.ms for each in found), found
+    (event,) = of_program(found)
     (name, ms), *_ = event.values["phases"]
     assert name == phase and not event.values["creeps"]
     assert ms == pytest.approx(share * STEP_MS, rel=0.35)

@@ -316,9 +316,9 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     program = total - machine - unclear - (one or not of_phases) * sum(left.ms.values())
     left.parts.append(Finding("unexplained", ms=float(sum(left.ms.values()))))
     left.parts.sort(key=lambda part: -part.ms)
-    # if all phases share it, show those with most of it
-    shown = more if of_phases else {name: ms_of(new, name) - ms_of(old, name)
-                                    for name in STEP_PHASES}
+    shown = more if of_phases else {  # of what all share: a phase has its share of it, or less
+        name: min(ms_of(new, name) - ms_of(old, name), shared / of * ms_of(old, name))
+        for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
     half = [ms_of(new, name) >= (1 + 0.5 * shared / of) * ms_of(old, name) for name in COMPUTE]
     facts |= dict(percent=100 * total / of, shared=not of_phases and all(half),
