@@ -66,6 +66,7 @@ class Monitor:
         self.out_dir = Path(out_dir).absolute() if out_dir is not None and rank == 0 else None
         self.log_interval, self.level, self.group = max(0, log_interval), level, group
         self.device = device or torch.accelerator.current_accelerator(True) or torch.device("cpu")
+        last_step = None if last_step == torch.inf else last_step
         self.last_step = last_step if callable(last_step) else lambda: last_step
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.about, self.columns, self.autopsy, self.trace = about or {}, columns, autopsy, trace

@@ -240,7 +240,7 @@ def test_any_value_is_a_number_in_the_file(value, mean, tmp_path):
 
 def watched(folder, steps) -> Monitor:
     """The monitor of a loop of these steps."""
-    m = Monitor(folder, 10)
+    m = Monitor(folder, 10, last_step=math.inf)
     for step in steps:
         m.step(step, loss=1.0)
     m.close()
