@@ -39,8 +39,7 @@ class History:
 
     def append(self, row: dict):
         """Add a row of metrics.jsonl. Values of unexpected types are left out."""
-        row = checked(row)
-        if not row:
+        if not (row := checked(row)):
             return
         if "finding" in row:
             self.reported.append(row["finding"] | {"reported_at": row["step"]})

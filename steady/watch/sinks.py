@@ -43,7 +43,7 @@ class Sinks:
             self.evaluated = set()  # the earlier process evaluated other data
         row = {name: value for name, value in row.items() if (step, name) not in self.evaluated}
         if not row:  # for example, an evaluation without a target
-            return {}
+            return row
         text = json.dumps({"step": step} | row | {"step": step}, default=str)
         if "NaN" in text or "Infinity" in text:  # JSON has neither: null, also within a finding
             text = json.dumps(json.loads(text, parse_constant=lambda name: None))

@@ -33,8 +33,7 @@ BASELINE = 10  # points that define the usual time of each phase
 SAME_WORK = 0.9, 1.1  # times the newest work: beyond, phases have other shares of a step
 LEAST = 0.025  # of a step: two quiet halves of a run differ by less
 WORTH_NAMING = 0.05  # of the time added
-# of a step, to be reported: a shared machine has its small ups and downs
-LEAST_OF = {"program": 0.01, "machine": 0.1, "unclear": 0.1}
+LEAST_OF = {"program": 0.01, "machine": 0.1, "unclear": 0.1}  # of a step: machines vary by less
 LOWER_CLOCKS = 0.97  # times the GPU's earlier clock
 SLOWER_RANK = 1.1  # times the work of the others
 LINE_SURE = 1.5  # times half its 95 % interval: the surest of some ten lines is picked
