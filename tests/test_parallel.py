@@ -323,10 +323,11 @@ def test_optimizer_state_without_rows_stays_on_as_many_ranks(run, state, refused
                     assert compare(mine, state(p, rank))[1] == []
 
         train.make_optimizers = lambda m, c, d, shards: [Mine(shards.parameters.values(), lr=0.01)]
+        before(parallel.Shards, "hold", lambda _, m: m.register_buffer("b", torch.tensor([rank])))
 
     flags = ["--parallel", "zero3", "--eval_interval", 0, "--out_dir", "r", "--auto_resume"]
-    run(*flags, "--max_steps", 2, ranks=2, hook=hook)
-    run(*flags, "--max_steps", 3, ranks=2, hook=hook)
+    run(*flags, "--max_steps", 2, "--check_replicas_interval", 0, ranks=2, hook=hook)
+    run(*flags, "--max_steps", 3, "--check_replicas_interval", 1, ranks=2, hook=hook)  # b: rank 0's
     told = run(*flags, "--max_steps", 4, hook=hook, expect=2 if refused else 0)
     assert (f"Mine's {refused} of embedding.weight cannot be resharded" in told) == bool(refused)
 

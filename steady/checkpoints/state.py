@@ -70,27 +70,27 @@ def parameter_names(run, optimizer) -> list[str]:
 
 @torch.no_grad()
 def load_checkpoint(run, checkpoint: Checkpoint):
-    """Restore `run` from a verified checkpoint; returns once all ranks have read it.
-
-    Each takes its own part, or its rows of other parts. Raises ConfigError if it is another run's.
-    """
+    """Restore `run` from a verified checkpoint; all ranks return together. Raises ConfigError."""
     checkpoints.require_shared(checkpoint.path)
-    states = checkpoint.states()  # verified just now, so it is in memory
-    refuse_changes(run, checkpoint, states[0])
+    first, *_ = states = checkpoint.states()  # verified just now, so it is in memory
+    refuse_changes(run, checkpoint, first)
     shards, guard, lora_rank = run.ranks.shards, run.guard, run.cfg.lora_rank
     moved = len(states) != shards.size
     parts, rows = (states, shards.rows) if moved else ([states[shards.rank]], slice)
     state = checkpoints.join(parts, rows, copy=True)
+    # Buffers and progress are rank 0's: parts may be of two saves of a step, or after an error
+    # some ranks' buffers ahead, and ranks that differ would not do the same next.
+    state["model"] |= {k: x for k, x in first["model"].items() if k in first.get("whole", ())}
     copy_weights(checkpoint, state["model"], lora.kept(shards.tensors_of(run.model), lora_rank))
     if run.ema:  # starts from the weights if the checkpoint has no averages
         averages = {name: state["model"][name] for name in run.ema.tensors}
         copy_weights(checkpoint, state.get("ema") or averages, run.ema.tensors)
     release(run.model)
     restore_optimizers(run, checkpoint, state, moved)
-    restore_progress(run, state)
-    guard.nonfinite.copy_(state["nonfinite"])
-    if guard.spikes and state["spikes"] is not None:
-        guard.spikes.window.copy_(state["spikes"])
+    restore_progress(run, first)
+    guard.nonfinite.copy_(first["nonfinite"])
+    if guard.spikes and first["spikes"] is not None:
+        guard.spikes.window.copy_(first["spikes"])
     run.ranks.minimum(1)  # a barrier: the next save may replace the file, which is still mapped
     guard.agreed = run.progress.step
     run.dir.saved = dataclasses.replace(run.progress)
