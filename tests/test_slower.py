@@ -37,7 +37,7 @@ def wobble(rng, logs: int, size: float) -> np.ndarray:
 
 
 def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, factor=1.0,
-         probes=True, more=lambda late: {}, lone=""):
+         probes=True, more=lambda late: {}, shares=SHARES):
     """Rows: from log PLANTED on `phase` takes `share` of a step more and all of them `factor`."""
     rng, rows = np.random.default_rng(seed), []
     machine_is = wobble(rng, logs, wobbles)
@@ -45,10 +45,9 @@ def made(seed=0, logs=120, wobbles=0.2, noise=0.02, phase=None, share=0.0, facto
         late = i >= PLANTED
         slower = machine_is[i] * (factor if late else 1.0)
         ms = {name: STEP_MS * part * slower * rng.lognormal(0, noise)
-              for name, part in SHARES.items()}
+              for name, part in shares.items()}
         if phase and late:
             ms[phase] = ms.get(phase, 0.0) + STEP_MS * share
-        ms = {lone: sum(ms.values())} if lone else ms  # of a loop with one phase
         row = row_of((i + 1) * EVERY, **ms) | {"perf/cpu_queue_ms": 0.01, "perf/gc_ms": 0.0}
         row["perf/thread_ms"] = 0.15 * row["perf/step_ms"]  # a thread that is always busy
         if probes:
@@ -104,10 +103,10 @@ def test_what_begins_after_a_few_logs_is_found_and_has_not_ended(phase, logs):
         assert event.values["phases"][0] == (phase, pytest.approx(0.5 * STEP_MS, rel=0.2))
 
 
-@pytest.mark.parametrize("lone", ["", "other"])
+@pytest.mark.parametrize("shares", [SHARES, {"other": 1}, {"other": 0.95, "optimizer": 0.05}])
 @pytest.mark.parametrize("probe", ["slower", "as before", "none", "another"])
-def test_a_slower_machine_is_told_by_its_probe(probe, lone):
-    rows = made(factor=1.3, wobbles=0.02, probes=probe != "none", lone=lone)
+def test_a_slower_machine_is_told_by_its_probe(probe, shares):
+    rows = made(factor=1.3, wobbles=0.02, probes=probe != "none", shares=shares)
     for row in rows if probe == "as before" else ():
         row["machine/cpu_sum_us"] = 10.0
     for row in rows[:PLANTED] if probe == "another" else ():  # before an update of this program
@@ -347,22 +346,23 @@ def profiles(slower: str, ms: float, looks: int = 40):
     return more
 
 
-@pytest.mark.parametrize("lone", ["", "forward"])
+@pytest.mark.parametrize("shares", [SHARES, {"forward": 1}])
 @pytest.mark.parametrize("slower", ["attend", "norm"])
-def test_the_line_that_became_slower_is_named(slower, lone):
-    share, more = 0.2, profiles(slower, 0.2 * STEP_MS * (SHARES["forward"] if lone else 1))
-    (event,) = of_program(detect(made(1, phase="forward", share=share, more=more, lone=lone,
-                                   wobbles=0.02 if lone else 0.2)))
+def test_the_line_that_became_slower_is_named(slower, shares):
+    share, of_usual = 0.2, SHARES["forward"] / shares["forward"]
+    rows = made(1, phase="forward", share=share, more=profiles(slower, share * STEP_MS * of_usual),
+                shares=shares, wobbles=0.2 if shares is SHARES else 0.02)
+    (event,) = of_program(detect(rows))
     assert codes(event) == ["line"] and event.since <= (PLANTED + 3) * EVERY
     (line,) = event.parts
     assert line.values["phase"] == "forward" and f" {slower} < model.py:9 forward" in line.line
     assert abs(line.ms - share * STEP_MS) < max(line.values["error"], 0.2 * share * STEP_MS)
 
 
-@pytest.mark.parametrize("lone", ["", "forward"])
-def test_lines_that_keep_their_shares_are_not_blamed(lone):
+@pytest.mark.parametrize("shares", [SHARES, {"forward": 1}])
+def test_lines_that_keep_their_shares_are_not_blamed(shares):
     """All of them longer alike, as on a slower machine, or beside work that no look has met."""
-    found = detect(made(1, factor=1.5, more=profiles("none", 0.0), lone=lone))
+    found = detect(made(1, factor=1.5, more=profiles("none", 0.0), shares=shares))
     assert found and not any("line" in codes(event) for event in found)
 
 

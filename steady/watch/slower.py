@@ -299,7 +299,8 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     more = {name: ms for name, ms in more.items() if ms > LEAST * of * slowed}
     left, total = Left(more), sum(more.values())
     take_measured(left, old, new, [points[i] for i in after])
-    one = all(name in more for name in COMPUTE if ms_of(old, name))  # no phase to compare with
+    half = [ms_of(new, name) >= (1 + 0.5 * total / of) * ms_of(old, name) for name in COMPUTE]
+    one = all(half) and sum(ms_of(old, name) > 0 for name in COMPUTE) < 2  # none to compare with
     ratios = [new[name] / old[name] for name in PROBES if new.get(name) and old.get(name)]
     lone = max(1 + sum(added(old, new, name) for name in WAITS.values()) / of, *ratios, 1.0)
     take_lines(left, old, new, lone if one else slowed, sources)
@@ -319,7 +320,6 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
         name: min(ms_of(new, name) - ms_of(old, name), shared / of * ms_of(old, name))
         for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
-    half = [ms_of(new, name) >= (1 + 0.5 * shared / of) * ms_of(old, name) for name in COMPUTE]
     facts |= dict(percent=100 * total / of, shared=not of_phases and all(half),
                   phases=[(name, round(float(ms), 3)) for name, ms in ranked
                           if ms > 0.05 * ranked[0][1]])
