@@ -770,8 +770,7 @@ def s3(monkeypatch):
                             ENDPOINT_URL=f"http://127.0.0.1:{port}").items():
         monkeypatch.setenv(f"AWS_{name}", value)
     s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("bucket")
-    yield "s3://bucket/run"
+    yield "s3://bucket/run"  # a bucket that is not there yet
     server.stop()
 
 

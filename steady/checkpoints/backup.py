@@ -29,11 +29,13 @@ class Backup:
         self.thread = threading.Thread()  # of the newest upload
         own = (run_dir or Path("runs")).resolve()
         with opened(url, "--backup_to") as self.fs:
-            saved = [*remote_checkpoints(self.fs)], [p.name for p in own.glob("checkpoints/*")]
-            there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
-        place, self.is_disk = Path(self.fs.path).resolve(), "file" in self.fs.fs.protocol
+            place, self.is_disk = Path(self.fs.path).resolve(), "file" in self.fs.fs.protocol
         if self.is_disk and (own.is_relative_to(place) or place.is_relative_to(own)):
             raise ConfigError(f"--backup_to {url}: overlaps the run in {own}; use another disk")
+        with opened(url, "--backup_to"):
+            self.fs.makedirs("checkpoints", exist_ok=True)  # first: it makes a bucket, too
+            saved = [*remote_checkpoints(self.fs)], [p.name for p in own.glob("checkpoints/*")]
+            there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
         if there and there != run:
             raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this one'}; "
                               f"choose another URL, or continue that run with --resume {url}")
@@ -41,8 +43,6 @@ class Backup:
         if there and newest > ours:  # an older copy of the run would delete it
             raise ConfigError(f"--backup_to {url}: holds step {newest} of this run, {run_dir} only "
                               f"step {ours}; continue it with --resume {url}")
-        with opened(url, "--backup_to"):
-            self.fs.makedirs("checkpoints", exist_ok=True)
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
