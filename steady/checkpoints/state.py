@@ -72,14 +72,14 @@ def parameter_names(run, optimizer) -> list[str]:
 def load_checkpoint(run, checkpoint: Checkpoint):
     """Restore `run` from a verified checkpoint; all ranks return together. Raises ConfigError."""
     checkpoints.require_shared(checkpoint.path)
-    first, *_ = states = checkpoint.states()  # verified just now, so it is in memory
+    states = checkpoint.states()  # verified just now, so it is in memory
+    first = states[0]
     refuse_changes(run, checkpoint, first)
     shards, guard, lora_rank = run.ranks.shards, run.guard, run.cfg.lora_rank
     moved = len(states) != shards.size
     parts, rows = (states, shards.rows) if moved else ([states[shards.rank]], slice)
     state = checkpoints.join(parts, rows, copy=True)
-    # Buffers and progress are rank 0's: parts may be of two saves of a step, or after an error
-    # some ranks' buffers ahead, and ranks that differ would not do the same next.
+    # buffers and progress are rank 0's: other parts' may differ after an error, or a torn upload
     state["model"] |= {k: x for k, x in first["model"].items() if k in first.get("whole", ())}
     copy_weights(checkpoint, state["model"], lora.kept(shards.tensors_of(run.model), lora_rank))
     if run.ema:  # starts from the weights if the checkpoint has no averages
