@@ -23,8 +23,7 @@ class Backup:
     """
 
     def __init__(self, url: str, run_dir: Path | None, run: str | None):
-        self.url = url
-        self.newest = None  # checkpoint
+        self.url, self.newest = url, None  # newest: a checkpoint
         self.sent = {}  # name at the URL → time of change of the file that was uploaded
         self.thread = threading.Thread()  # of the newest upload
         own = (run_dir or Path("runs")).resolve()
@@ -35,7 +34,7 @@ class Backup:
         with opened(url, "--backup_to"):
             self.fs.makedirs("checkpoints", exist_ok=True)  # first: it makes a bucket, too
             saved = [*remote_checkpoints(self.fs)], [p.name for p in own.glob("checkpoints/*")]
-            there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
+            there = self.owner()
         if there and there != run:
             raise ConfigError(f"--backup_to {url}: holds another run than {run_dir or 'this one'}; "
                               f"choose another URL, or continue that run with --resume {url}")
@@ -43,6 +42,9 @@ class Backup:
         if there and newest > ours:  # an older copy of the run would delete it
             raise ConfigError(f"--backup_to {url}: holds step {newest} of this run, {run_dir} only "
                               f"step {ours}; continue it with --resume {url}")
+
+    def owner(self) -> str:  # the id of the run at the URL; "" if none is there
+        return id_in(self.fs.cat_file("config.yaml")) if self.fs.exists("config.yaml") else ""
 
     def offer(self, checkpoint: Checkpoint):
         """Upload a checkpoint, unless the upload of an older one is under way."""
@@ -69,8 +71,7 @@ class Backup:
             for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):  # next: a step needs its rows
                 if LOGS.fullmatch(log := path.relative_to(run_dir).as_posix()):
                     files[log] = path
-            there = self.fs.exists("config.yaml") and id_in(self.fs.cat_file("config.yaml"))
-            if there and there != id_in(files["config.yaml"].read_bytes()):
+            if self.owner() not in ("", id_in(files["config.yaml"].read_bytes())):
                 raise ConfigError("it now holds another run; each needs its own URL")
             for each in filter(None, (best_checkpoint(folder), checkpoint)):
                 name, link = f"checkpoints/{each.path.name}", folder / f"backup.tmp-{len(held)}"

@@ -190,7 +190,7 @@ def compare(a, b, name: str = "") -> tuple[int, list[str]]:
 def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dict:
     """The state of a run from the states of all ranks; of each tensor's n rows, only rows(n).
 
-    Whatever is not sharded, as a buffer, is the first one's. copy: copy tensors out of the files.
+    Numbers, buffers and the like come from the first. copy: copy all tensors out of mapped files.
     """
     def join_parts(name: str, *parts):
         first = parts[0]

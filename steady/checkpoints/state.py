@@ -70,13 +70,12 @@ def parameter_names(run, optimizer) -> list[str]:
 
 @torch.no_grad()
 def load_checkpoint(run, checkpoint: Checkpoint):
-    """Restore `run` from a verified checkpoint; all ranks return together. Raises ConfigError."""
+    """Restore `run` from a verified checkpoint. Raises ConfigError if it is another run's."""
     checkpoints.require_shared(checkpoint.path)
     states = checkpoint.states()  # verified just now, so it is in memory
-    first = states[0]
-    refuse_changes(run, checkpoint, first)
+    refuse_changes(run, checkpoint, states[0])
     shards, guard, lora_rank = run.ranks.shards, run.guard, run.cfg.lora_rank
-    moved = len(states) != shards.size
+    first, moved = states[0], len(states) != shards.size
     parts, rows = (states, shards.rows) if moved else ([states[shards.rank]], slice)
     state = checkpoints.join(parts, rows, copy=True)
     # buffers and progress are rank 0's: other parts' may differ after an error, or a torn upload

@@ -300,23 +300,23 @@ def explain(rise: Rise, series: dict, points: list[dict], sources: dict[str, str
     left, total = Left(more), sum(more.values())
     take_measured(left, old, new, [points[i] for i in after])
     half = [ms_of(new, name) >= (1 + 0.5 * total / of) * ms_of(old, name) for name in COMPUTE]
-    one = all(half) and sum(ms_of(old, name) > 0 for name in COMPUTE) < 2  # none to compare with
+    single = all(half) and sum(ms_of(old, name) > 0 for name in COMPUTE) < 2  # none to compare
     ratios = [new[name] / old[name] for name in PROBES if new.get(name) and old.get(name)]
-    lone = max(1 + sum(added(old, new, name) for name in WAITS.values()) / of, *ratios, 1.0)
-    take_lines(left, old, new, lone if one else slowed, sources)
+    measured = max(1 + sum(added(old, new, name) for name in WAITS.values()) / of, *ratios, 1.0)
+    take_lines(left, old, new, measured if single else slowed, sources)
     take_waits(left, old, new, shared)
     left.take("data", total, ["data"])
     for ratio in ratios:
-        left.take("probe", (ratio - 1) * of, None if one else [COMMON], ratio=ratio)
+        left.take("probe", (ratio - 1) * of, None if single else [COMMON], ratio=ratio)
     left.take("network", total * ("perf/slowest_rank" in new), ["waiting"])
     machine = sum(part.ms for part in left.parts if part.code in OF_MACHINE)
     unclear = sum(part.ms for part in left.parts if part.code == "slow rank")
     if "perf/slowest_rank" in new and ms_of(new, "waiting") < LEAST * of:
         unclear = max(unclear, more.get("backward", 0.0))  # DDP may wait in it for another rank
-    program = total - machine - unclear - (one or not of_phases) * sum(left.ms.values())
+    program = total - machine - unclear - (single or not of_phases) * sum(left.ms.values())
     left.parts.append(Finding("unexplained", ms=float(sum(left.ms.values()))))
     left.parts.sort(key=lambda part: -part.ms)
-    shown = more if of_phases else {  # of what all share: a phase has its share of it, or less
+    shown = more if of_phases else {  # a phase's share of the common growth, or less
         name: min(ms_of(new, name) - ms_of(old, name), shared / of * ms_of(old, name))
         for name in STEP_PHASES}
     ranked = sorted(shown.items(), key=lambda item: -item[1])
