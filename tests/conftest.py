@@ -256,6 +256,14 @@ def after(owner, name: str, do, put=setattr):
     put(owner, name, call)
 
 
+def raising(error: BaseException):
+    """A function that raises this error, whatever its arguments."""
+    def fail(*args, **how):
+        raise error
+
+    return fail
+
+
 def after_updates(do, put=setattr):
     """From now on `do(run)` follows the update of each step."""
     after(train.Run, "advance", do, put)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import TINY, TRAIN, environment
+from conftest import TINY, TRAIN, environment, raising
 
 import config
 import train
@@ -278,11 +278,8 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
     (ValueError(GLOO), 2, False)])
 def test_an_error_says_whether_another_rank_is_gone(monkeypatch, capsys, error, ranks, lost):
     """Which has the traceback that matters; any other error keeps its own."""
-    def main(argv):
-        raise error
-
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert exit_code(main, []) == 1
+    assert exit_code(raising(error), []) == 1
     told = capsys.readouterr().err
     if lost:
         assert told == f"train.py: failed: another rank is gone: {str(error).splitlines()[0]}\n"

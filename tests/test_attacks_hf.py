@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import saved
+from conftest import raising, saved
 from safetensors.torch import load_file, save_file
 from test_huggingface import FAMILIES, ours_of, save_random, small, tune
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -214,11 +214,8 @@ def test_configurations_with_a_text_config(tune, tmp_path, monkeypatch):
                                   vision_config=GEMMA, mm_tokens_per_image=4, image_token_index=250)
     save_random(tmp_path / "vision", vision)
     tune(*flags, "vision", "--out_dir", "v")
-
-    def forward(self, *arguments, **names):
-        raise ValueError("token_type_ids is required\nwhen training")
-
-    monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", forward)
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "forward", raising(
+        ValueError("token_type_ids is required\nwhen training")))
     told = tune(*flags, "vision", expect=2).splitlines()[-1]
     assert "cannot be trained on text alone: token_type_ids" in told
     AutoConfig.for_model("t5", vocab_size=257).save_pretrained(tmp_path / "t5")

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, column, python, tiny_config
+from conftest import ROOT, column, python, raising, tiny_config
 from torch import nn
 
 from steady import private
@@ -31,12 +31,8 @@ def test_the_device_that_torch_finds(monkeypatch, there, name, expected):
 
 def test_attention_where_torch_has_nothing_to_choose_from(monkeypatch):
     """As on mps: torch registers no such operation there."""
-    empty = torch.empty
-
-    def no_choice(*args, **options):
-        raise NotImplementedError("Could not run 'aten::_fused_sdp_choice' with arguments from MPS")
-
-    monkeypatch.setattr(torch, "_fused_sdp_choice", no_choice)
+    empty, said = torch.empty, "Could not run 'aten::_fused_sdp_choice' with arguments from MPS"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", raising(NotImplementedError(said)))
     monkeypatch.setattr(torch, "empty", lambda *size, device, **how: empty(*size, **how))
     mps = torch.device("mps")
     assert devices.attention_backend(tiny_config(), mps, torch.float32) == "math"

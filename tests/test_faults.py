@@ -34,6 +34,7 @@ from conftest import (
     finished_run,
     largest_file,
     poison,
+    raising,
     rows,
     saved,
     steps,
@@ -56,13 +57,6 @@ from tools import generate as generation
 from tools import prepare
 
 FLAGS = ["--eval_interval", "0", "--no_compile"]
-
-
-def raising(error: BaseException):
-    def fail(*args, **how):
-        raise error
-
-    return fail
 
 
 @pytest.fixture(scope="module")

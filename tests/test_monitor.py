@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import column, events_of, rows
+from conftest import column, events_of, raising, rows
 
 import monitor
 import train
@@ -393,11 +393,7 @@ def test_an_error_in_the_diagnosis_ends_only_that(run, tmp_path, monkeypatch, pa
 def test_an_error_in_the_diagnosis_does_not_hide_the_error_of_training(run, monkeypatch):
     monkeypatch.setattr(monitor, "report", fail)
     monkeypatch.setattr(machine.Machine, "close", fail)
-
-    def update(*_):
-        raise RuntimeError("the real one")
-
-    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setattr(train, "update", raising(RuntimeError("the real one")))
     assert "failed: RuntimeError: the real one" in run("--out_dir", "r", expect=1)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import after, before, column, finished_run
+from conftest import after, before, column, finished_run, raising
 
 from steady.checkpoints import checkpoint, writer
 from steady.checkpoints.backup import Backup
@@ -155,10 +155,8 @@ def test_weights_of_one_rank_that_are_not_finite_are_saved_by_none(run, tmp_path
 @pytest.mark.slow
 def test_a_disk_error_of_one_rank_passes(run):
     """Twice in a run: the others' parts are cleared away each time, and the next save is whole."""
-    def fails(path, state):
-        raise OSError("no luck")
-
     def hook(rank):
+        fails = raising(OSError("no luck"))
         plain, writer.PATIENCE = writer.write_checkpoint, 1000  # nobody waits for what failed
         bad = ("step_00000001", "step_00000004") if rank == 1 else ()
         writer.write_checkpoint = lambda path, state: (

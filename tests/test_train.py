@@ -25,6 +25,7 @@ from conftest import (
     before,
     column,
     events_of,
+    raising,
     rows,
     tiny_config,
     wait_for,
@@ -710,11 +711,7 @@ def test_samples_are_printed_and_kept_when_they_are_due_and_at_the_end(run, tmp_
     assert re.findall(r"written at (\d+)\n", printed) == ["4", "8", "10"]
     assert column(tmp_path / "r", "sample") == {n: f"written at {n}" for n in (4, 8, 10)}
     assert "written" not in run("--max_steps", 2, "--sample_interval", 0, "--out_dir", "t")
-
-    def fails(run):
-        raise RuntimeError("of a fork")
-
-    monkeypatch.setattr(train, "sample", fails)
+    monkeypatch.setattr(train, "sample", raising(RuntimeError("of a fork")))
     output = run("--max_steps", 2, "--out_dir", "u")  # a warning, and the run has ended well
-    assert "RuntimeError: of a fork" in output and "in fails" in output
+    assert "RuntimeError: of a fork" in output and "in fail\n" in output
     assert list_checkpoints(tmp_path / "u/checkpoints")[-1].path.name == "step_00000002.pt"
