@@ -233,27 +233,23 @@ def in_clone(clone: Path, argv: list, before=lambda: None, **ranks) -> "Process"
     return Process(clone, [], hook, **ranks)
 
 
-def before(owner, name: str, do, put=setattr):
-    """From now on `do(*args)` precedes each call of `owner.name`, or raises in its place."""
+def before(owner, name: str, do, put=setattr, then=lambda *_: None):
+    """From now on `do(*args)` precedes each call of `owner.name`, or raises in its place, and
+    `then(*args)` follows it."""
     plain = getattr(owner, name)
 
     def call(*args, **options):
         do(*args)
-        return plain(*args, **options)
+        found = plain(*args, **options)
+        then(*args)
+        return found
 
     put(owner, name, call)
 
 
 def after(owner, name: str, do, put=setattr):
     """From now on `do(*args)` follows each call of `owner.name`."""
-    plain = getattr(owner, name)
-
-    def call(*args, **options):
-        found = plain(*args, **options)
-        do(*args)
-        return found
-
-    put(owner, name, call)
+    before(owner, name, lambda *_: None, put, do)
 
 
 def raising(error: BaseException):
