@@ -169,7 +169,6 @@ def test_the_watchdog_writes_its_files_where_nobody_reads_the_screen(start, tmp_
 # --- a small /dev/shm, process 1 -------------------------------------------------------------
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
 @pytest.mark.parametrize("step", [0, 6])
 def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(start, tmp_path, step):
     """Of 1 MB, in a user namespace and a mount namespace of its own, if those are allowed."""
@@ -199,7 +198,6 @@ def test_a_batch_that_finds_no_room_in_dev_shm_ends_the_run_with_a_line(start, t
     assert found == [4, found[-1]] and 5 <= found[-1] if step else found == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="namespaces")
 def test_process_1_answers_sigterm_while_it_starts(tmp_path):
     script = ("import sys, time; sys.path.insert(0, sys.argv[1])\n"
               "from steady.guard.process import begin\n"
