@@ -340,13 +340,22 @@ def test_no_option_ends_in_a_traceback(run, corpus, tmp_path, monkeypatch):
         assert len(re.findall("^train.py: error", printed, re.M)) == (code == 2), case
 
 
-def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
+def test_a_reader_that_has_read_enough_changes_no_exit_code(tmp_path):
+    """Of `monitor.py compare A B | head`: 0 would mean that B is better."""
+    code = ("import sys; from steady.guard.process import run_command\n"
+            "sys.exit(run_command('monitor.py', lambda argv: print('verdict') or 3, []))")
+    (tmp_path / "metrics.jsonl").touch()
+    page = tmp_path / "page.html"
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, TRAIN.with_name("data.py"), "--help"],
-                          stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    for command, variables, expected in ((["data.py", "--help"], {}, 0), (
+            ["-c", code], {"PYTHONUNBUFFERED": ""}, 3), (
+            ["monitor.py", tmp_path, "--html", page], {}, 0)):
+        done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE,
+                              text=True, cwd=TRAIN.parent, env=environment() | variables)
+        assert done.returncode == expected and ("--html" in command or not done.stderr), command
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert page.exists()
 
 
 def test_a_screen_without_some_characters(monkeypatch):
