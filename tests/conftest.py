@@ -276,8 +276,8 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def rows(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
 
 def column(run_dir: Path, name: str) -> dict[int, float]:

@@ -1,9 +1,7 @@
 """Trackers get the metrics, and nothing that they do reaches training."""
 
-import json
-
 import pytest
-from conftest import column, events_of
+from conftest import column, events_of, rows
 
 from steady.checkpoints import run_dir
 from steady.watch import wandb_sink
@@ -58,15 +56,15 @@ def test_a_tracker_gets_each_row_once_and_the_end(run, tmp_path, fake_tracker, f
             "--backup_to", f"memory://me:secret@host/{tmp_path.name}")
         flags = []
     assert "secret" not in (tmp_path / "inits.jsonl").read_text()
-    got = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    got = rows(tmp_path, "rows.jsonl")
     losses = [(row["step"], row["train/loss"]) for row in got if "train/loss" in row]
     assert losses == list(column(tmp_path / "r", "train/loss").items())
     assert got.count({"end": 1}) == 2 and got[-1] == {"end": 1}
-    one, two = ({k: v for k, v in json.loads(line).items() if k in ("project", "id", "name")}
-                for line in (tmp_path / "inits.jsonl").read_text().splitlines())
+    one, two = ({k: row.get(k) for k in ("project", "id", "name")}
+                for row in rows(tmp_path, "inits.jsonl"))
     assert one == two and one["project"] == "steady" and "/r" in one["name"]
     run("--out_dir", "r", "--auto_resume", "--max_steps", 20, "--tracker", "none")
-    assert len((tmp_path / "inits.jsonl").read_text().splitlines()) == 2
+    assert len(rows(tmp_path, "inits.jsonl")) == 2
 
 
 def test_a_run_is_one_run_of_wandb_and_of_a_shared_tensorboard_dir(
@@ -79,8 +77,7 @@ def test_a_run_is_one_run_of_wandb_and_of_a_shared_tensorboard_dir(
             "--tensorboard", "--tensorboard_dir", "tb")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     run("--out_dir", "b", "--wandb", "--auto_resume", "--max_steps", 8)
-    inits = [json.loads(line) for line in (tmp_path / "inits.jsonl").read_text().splitlines()]
-    a, again, b, mine = inits
+    a, again, b, mine = inits = rows(tmp_path, "inits.jsonl")
     assert a["id"] == again["id"] != b["id"] == mine["id"] and a["name"].endswith("/a")
     assert {call["resume"] for call in inits} == {"allow"}
     assert a["project"] == "steady" and "project" not in mine
