@@ -124,8 +124,7 @@ def write(tool, monkeypatch):
 @pytest.mark.parametrize("kind", ["ours", "foreign"])
 def test_long_prompts_are_seen_or_the_cut_is_told(tmp_path, write, kind):
     theirs = save_random(tmp_path / "m", small("llama", max_position_embeddings=5200,
-                                               attention_bias=kind == "foreign"))
-    byte_tokenizer().save_pretrained(tmp_path / "m")
+                                               attention_bias=kind == "foreign"), byte_tokenizer())
     flags = [tmp_path / "m", "--temperature", 0, "--max_new_tokens", 3, "--prompt"]
     text = "".join(chr(97 + i * i % 23) for i in range(6000))
     ids, _, told = write(*flags, text[:5000])
@@ -139,8 +138,7 @@ def test_long_prompts_are_seen_or_the_cut_is_told(tmp_path, write, kind):
 
 @pytest.mark.parametrize("found", [FAMILIES["qwen3"](), GPT2], ids=["ours", "foreign"])
 def test_every_listed_id_ends_an_answer_and_none_is_shown(tmp_path, write, found):
-    save_random(tmp_path / "m", found)
-    byte_tokenizer().save_pretrained(tmp_path / "m")
+    save_random(tmp_path / "m", found, byte_tokenizer())
     stop = {*range(1, 220), 256}
     change_json(tmp_path / "m/generation_config.json", eos_token_id=[256, *range(1, 220)])
     text, lengths = "", set()
@@ -256,8 +254,7 @@ def test_a_model_that_would_search_by_beams_writes_one_text(tmp_path):
     dict(return_dict_in_generate=True), dict(stop_strings=["a"]), dict(penalty_alpha=0.6, top_k=4),
     dict(dola_layers="high"), dict(sequence_bias={"1": 2})], ids=lambda asks: min(asks))
 def test_a_generation_config_cannot_end_a_talk(tmp_path, write, asks):
-    save_random(tmp_path / "m", GPT2)
-    byte_tokenizer().save_pretrained(tmp_path / "m")
+    save_random(tmp_path / "m", GPT2, byte_tokenizer())
     flags = [tmp_path / "m", "--max_new_tokens", 3, "--temperature", 0, "--prompt", "a"]
     plain = write(*flags)[1]
     (tmp_path / "m/generation_config.json").write_text(json.dumps(asks))
@@ -278,8 +275,7 @@ def test_a_token_that_only_the_tokenizer_has_is_named(tmp_path, tool, found):
 
 
 def test_a_run_outlives_the_folder_it_began_with(tune, tmp_path, write):
-    save_random(tmp_path / "m", FAMILIES["qwen3"]())
-    byte_tokenizer().save_pretrained(tmp_path / "m")
+    save_random(tmp_path / "m", FAMILIES["qwen3"](), byte_tokenizer())
     flags = ["--lr_schedule", "constant", "--init_from", "m", "--out_dir"]
     tune(*flags, "r", "--max_steps", 2)
     tune(*flags, "whole", "--max_steps", 4)

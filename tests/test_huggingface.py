@@ -47,13 +47,14 @@ FAMILIES = {
     "qwen3": lambda: small("qwen3", head_dim=32)}
 
 
-def save_random(folder, found, **how):
+def save_random(folder, found, tokenizer=None, **how):
     """A model of transformers with random weights, biases and norms, none of them 0 or 1."""
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(found)
     for name, p in theirs.named_parameters():
         torch.nn.init.normal_(p, mean=float("norm" in name), std=0.1)
-    theirs.save_pretrained(folder, **how)
+    for each in filter(None, (theirs, tokenizer)):
+        each.save_pretrained(folder, **how)
     return theirs.eval()
 
 
@@ -354,8 +355,7 @@ def test_eval_only(tmp_path, tune, run, corpus, other_validation):
 
 
 def test_the_tokenizer_of_the_data_is_that_of_the_model(tmp_path, tune):
-    save_random(tmp_path / "m", FAMILIES["llama"]())
-    byte_tokenizer().save_pretrained(tmp_path / "m")
+    save_random(tmp_path / "m", FAMILIES["llama"](), byte_tokenizer())
     tune("--init_from", "m", "--max_steps", 2)
     (tmp_path / "a.txt").write_text("one two three " * 500)
     assert prepare.main(["a.txt", "--out", "o", "--train_tokenizer", "257", "--workers", "1"]) == 0

@@ -55,8 +55,7 @@ def test_version_4_reads_an_export_as_version_5_does(run, corpus, tmp_path):
         run("--init_from", name, "--data", f"{name}-chats", "--out_dir", f"{name}-run", *flags, 192,
             bare=True)
     for name in ("llama3 rope", "linear rope"):
-        save_random(tmp_path / name, ROPES[name]())
-        byte_tokenizer().save_pretrained(tmp_path / name)
+        save_random(tmp_path / name, ROPES[name](), byte_tokenizer())
         run("--init_from", name, "--data", corpus, "--out_dir", f"{name}-run", *flags, 64,
             bare=True)
     for name, more in KINDS.items():
