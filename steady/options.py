@@ -17,11 +17,12 @@ from typing import Literal, get_args, get_origin
 import yaml
 
 UNKNOWN = 10**12  # max_steps until --max_minutes sets it
-SYNONYMS = dict(  # names in nanoGPT and transformers, for suggestions
+SYNONYMS = dict(  # names in nanoGPT, transformers and others, for suggestions
     lr="learning_rate", min_lr="min_learning_rate", n_embd="d_model", hidden_size="d_model",
     num_attention_heads="n_head", block_size="seq_len", max_length="seq_len", max_iters="max_steps",
     gradient_accumulation_steps="micro_batch_size", max_grad_norm="grad_clip", dtype="precision",
-    logging_steps="log_interval", save_steps="save_interval", resume_from_checkpoint="auto_resume")
+    logging_steps="log_interval", save_steps="save_interval", resume_from_checkpoint="auto_resume",
+    use_lora="lora_rank", use_peft="lora_rank", val_split="val_data val_fraction")
 
 
 class ConfigError(Exception):
@@ -33,12 +34,13 @@ class Failed(Exception):
 
 
 @contextlib.contextmanager
-def reading_paths():
+def reading_paths(flag: str = ""):
     """Turn an OSError into a ConfigError while files that options name are read and made."""
     try:
         yield
     except OSError as e:
-        raise ConfigError(f"{e.filename or 'a file'}: {e.strerror}; name a usable path") from e
+        path = e.filename or "a file"
+        raise ConfigError(f"{flag}{path}: {e.strerror}; name a usable path") from e
 
 
 def due(step: int, every: int | None, *also: int) -> bool:
@@ -57,10 +59,8 @@ def option(default, help: str, **marks):
     fixed (see `fixed_options`); saved=False (belongs to one command, so `write_yaml` leaves it
     out); command_line=True (a file may not set it).
     """
-    metadata = {"help": help, **marks}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    value = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**value, metadata={"help": help, **marks})
 
 
 def fixed_options(options, kind: str) -> list[str]:
@@ -177,8 +177,8 @@ def normal_form(parser: Parser, arg: str) -> str:
 
 def nearest(name: str, names) -> str:
     names = {known.lstrip("-"): known for known in names}  # dashes are alike in all of them
-    ours = SYNONYMS.get(name.lstrip("-"))
-    close = [ours] if ours in names else difflib.get_close_matches(name.lstrip("-"), names, 1, 0.5)
+    ours = [our for our in SYNONYMS.get(name.lstrip("-"), "").split() if our in names]
+    close = ours or difflib.get_close_matches(name.lstrip("-"), names, 1, 0.5)
     return f" (did you mean {names[close[0]]}?)" if close else ""
 
 
@@ -208,7 +208,7 @@ def read_yaml(path: str) -> dict:
     """The mapping in a file, its values as written: `1e-4`, `no` and 010 are text."""
     expect_file(path, "--config ")
     try:
-        with reading_paths(), open(path, encoding="utf-8") as file:
+        with reading_paths("--config "), open(path, encoding="utf-8") as file:
             values = yaml.load(file, UniqueKeys) or {}
     except (ValueError, RecursionError, yaml.YAMLError) as e:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(e).split())}") from None

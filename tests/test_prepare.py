@@ -407,6 +407,7 @@ def test_mistakes_are_reported_in_one_line(tmp_path, made, command, tokenizer):
     for arguments, words in (
         ([], "required: INPUT"),
         ([source, "--tokeniser", "b"], "did you mean --tokenizer?"),
+        ([source, "--val_split", "0.1"], "did you mean --val_fraction?"),
         ([tmp_path / "*.md"], "no such file"),
         (["~nosuchuser/a.txt"], "~nosuchuser/a.txt: no such file"),
         ([ROOT / "README.md", ROOT / "train.py"], "train.py: expected a regular file that ends in"),
