@@ -238,6 +238,13 @@ def test_flops_are_those_that_torch_counts_and_sizes_what_names_say(name):
     assert flops_per_token(model, cfg) == pytest.approx(counted, rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_eps_is_torchs(dtype):
+    x = torch.linspace(-1e-3, 1e-3, 64, dtype=dtype)[None]
+    ours, theirs = (kind(64, dtype=dtype)(x) for kind in (layers.RMSNorm, nn.RMSNorm))
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype, recipes", [(torch.bfloat16, 3), (torch.float32, 1)])
 def test_casts_of_large_weights_and_silu_are_computed_again_to_the_bit(dtype, recipes, monkeypatch):
     recipe, kept, grads = layers.recipe, [], []

@@ -34,13 +34,13 @@ class RMSNorm(nn.RMSNorm):
 
 
 class NormOnCPU(Function):
-    """x [..., C], weight [C] → x / sqrt(mean(x²) + eps) * weight, in fp32 inside."""
+    """x [..., C], weight [C] → x / sqrt(mean(x²) + eps) * weight, in fp32; eps: None is fp32's."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = (norm.square_() / x.shape[-1] + eps).rsqrt_()
+        scale = (norm.square_() / x.shape[-1] + (2**-23 if eps is None else eps)).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight).to(x.dtype)
 
