@@ -205,6 +205,13 @@ def test_a_weight_that_not_exactly_one_optimizer_has_is_refused(run, monkeypatch
     assert f"error: make_optimizers: {found}" in run(expect=2)
 
 
+def test_muon_does_without_a_matrix(run, monkeypatch):
+    """Where a fork trains no weight of the blocks."""
+    after(train.Transformer, "init_weights", lambda model: model.blocks.requires_grad_(False),
+          monkeypatch.setattr)
+    assert " values same" in run("--verify_resume", 2, "--optimizer", "muon")
+
+
 def test_means_instead_of_values_of_each_token_are_refused(run, monkeypatch):
     """They would be divided once more by the number of targets."""
     add, forward = train.Means.add, train.Transformer.forward

@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
                 # equally many matrices for each rank: one without any would wait for the others
                 n = ranks * max(1, MOST // math.prod(shape)) if len(shape) == 2 else 1
                 groups += [group | dict(params=same[i : i + n]) for i in range(0, len(same), n)]
-        super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
+        super().__init__(groups or given, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
                                       beta2=beta2))
 
     def compile(self):
@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         """All parts: large and sharded ones alone, small ones of the same smaller side together."""
         batches, numbers, before = [], 0, None
         for group in self.param_groups:
-            for part in self.parts(group):
+            for part in self.parts(group) if group["params"] else ():
                 momentum = part[2]
                 numbers += momentum.numel()
                 alone = self.shards or momentum.numel() >= LARGE
