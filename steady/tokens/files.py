@@ -54,7 +54,7 @@ def find_sources(paths: list[str], split: str, option: str, later: dict | None =
         sources = [split_weight(spec, flag) for spec in specs]
         if len({weight is None for _, weight in sources}) > 1:
             raise ConfigError(f"{flag} {' '.join(specs)}: give every source a weight, or none")
-        if len({path for path, _ in sources}) < len(sources):
+        if len({os.path.abspath(os.path.expanduser(p)) for p, _ in sources}) < len(sources):
             raise ConfigError(f"{flag} {' '.join(specs)}: names a source twice; expected each once")
         for path, weight in sources:
             weights.setdefault(path, dict.fromkeys(stages, Fraction(0)))[begin] = weight
