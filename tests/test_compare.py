@@ -188,7 +188,8 @@ def test_each_comparison_of_a_ledger_is_stricter(call, pretended):
     pairs = [2.0, 1.8, 1.87, 2.06, 1.96, 1.81, 1.79, 2.04, 2.01, 1.8]
     for k, others, expect in ((1, 0, 0), (30, 28, 4)):
         with open("experiments.jsonl", "a") as file:
-            file.write('{"begun": 0}\n' * others + '[]\n{"a": {"b": 1}\n{"begun": 1')  # cut off
+            file.write('{"begun": 0}\n' * others + '{"step_ms_ratio": 1, "verdict": ""}\n'
+                       '[]\n{"a": {"b": 1}\n{"begun": 1')  # cut off
         results[:] = pairs
         said = json.loads(call("", "", "--json", "--seeds", "5", expect=expect).out)
         assert said["comparison"] == k and len(said["pairs"]) == 5

@@ -189,10 +189,10 @@ def note(row: dict):
 def compare(argv: list[str]) -> int:
     """Returns the exit code: 0 if B is better, 3 if A is, 4 if neither is known to be."""
     if argv == ["--ledger"]:
-        rows = [row for row in objects(LEDGER) if row.keys() >= {"verdict", "step_ms_ratio"}]
+        rows = [row for row in objects(LEDGER) if isinstance(row.get("difference"), float)]
         for row in sorted(rows, key=lambda row: row["difference"]):
-            print(f"{row['difference']:+.4f} nats, {row['step_ms_ratio'] or math.nan:.2f} x "
-                  f"ms/step: {row['verdict']}; A: {row['A']}; B: {row['B']}")
+            print(f"{row['difference']:+.4f} nats, {row.get('step_ms_ratio') or math.nan:.2f} x "
+                  f"ms/step: {row.get('verdict')}; A: {row.get('A')}; B: {row.get('B')}")
         return 0
     parser = Parser("monitor.py compare", allow_abbrev=False, description="Is B better than A? "
                     "Trains both with the same seeds.", epilog="Other flags are for both. Exit "
