@@ -178,7 +178,8 @@ def test_what_counts_where_templates_write_turns_anew(family, messages, expected
     (dict(messages=[dict(role="user", content=None)]), "no 'content'; --skip_bad"),
     (dict(instruction="a", input=float("nan"), output="b"), "input: expected text, found float"),
     (dict(prompt=TALK[:1], completion="Hi."), "completion: expected a list, found text"),
-    (dict(instruction="a", output="b", history=[["c", "d"]]), "history: expected all turns in one"),
+    *((record | dict(history=[["c", "d"]]), "history: expected all turns in one list of messages")
+      for record in (dict(instruction="a", output="b"), dict(prompt="a", completion="b"))),
     (dict(prompt="a", completion="b", label=False), "label false: a rejected completion"),
     (dict(conversations=TALK, label=0), "label false: a rejected completion"),
     (TALK, "record: expected an object, found a list"),
@@ -264,7 +265,8 @@ def test_an_empty_reply_is_not_learned(made_of):
             assert reply.strip().endswith("Hi.<|im_end|>")
     thought = dict(messages=[*TALK[:1], dict(empty, reasoning_content="Hm.")])
     assert len(runs(*documents(tokenizer_of("qwen3"), thought))) == 1
-    told = made_of("qwen3", [dict(instruction="Hello", output=text) for text in ("", "Hi.", "")])
+    told = made_of("qwen3", [dict(instruction="Hello", output=text, history=h) for text, h in (
+        ("", []), ("Hi.", "null"), ("", float("nan")))])
     assert "empty replies    not in the loss (2)\nwithout a reply  train (2)" in told
 
 

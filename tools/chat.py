@@ -112,8 +112,6 @@ def read_messages(record: dict, keys: tuple) -> list[dict]:
     record = without_none(record)
     messages, system = [], expect(str, record.get("system", ""), "system")
     if keys[0] == "instruction":
-        if expect(list, record.get("history") or [], "history"):  # earlier turns
-            raise ValueError("history: expected all turns in one list of messages")
         asked = [expect(str, record.get(name, ""), name) for name in ("instruction", "input")]
         messages = [dict(role="user", content="\n\n".join(filter(None, asked))),
                     dict(role="assistant", content=expect(str, record["output"], "output"))]

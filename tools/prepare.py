@@ -154,6 +154,9 @@ class Encoder:
         keys, used = find_keys(tuple(names), self.options.text_field)
         if "label" in used and str(record.get("label")).lower() in ("false", "0", "0.0"):  # CSV
             raise ValueError("label false: a rejected completion, which would be learned")
+        earlier = str(record.get("history")).replace(" ", "").lower()
+        if "history" in used and earlier not in ("none", "", "[]", "null", "nan"):
+            raise ValueError("history: expected all turns in one list of messages")
         is_chat, counts = False, Counter()
         if keys == used or keys[0] == "prompt" and isinstance(record["prompt"], str):
             used = keys  # all text, of which the last counts
@@ -200,10 +203,9 @@ class Encoder:
         return [ids[part == k] for k in range(1, len(texts))]
 
     def ids(self, text: str) -> np.ndarray:
-        found, encode = [], self.tokenizer.backend_tokenizer.encode_batch_fast
-        for piece in IN_PIECES.findall(text):
-            found += encode([piece], add_special_tokens=False)[0].ids
-        return np.array(found, np.uint32)
+        encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+        found = (encode([p], add_special_tokens=False)[0].ids for p in IN_PIECES.findall(text))
+        return np.fromiter(itertools.chain.from_iterable(found), np.uint32)
 
 
 def reason(error: Exception) -> str:

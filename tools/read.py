@@ -29,7 +29,7 @@ UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 HUB = "hf:"  # begins the name of a data set on the hub
 BESIDE = ("system", "tools", "chat_template_kwargs", "label")
 RECORDS = {  # keys that hold a document: optional keys read with them
-    ("prompt", "completion"): BESIDE,
+    ("prompt", "completion"): ("history", *BESIDE),
     ("messages",): BESIDE,
     ("conversations",): BESIDE,
     ("instruction", "output"): ("input", "history", *BESIDE)}
