@@ -27,14 +27,15 @@ CPU = torch.device("cpu")
 SEQ_LEN = 32
 
 
-def write_documents(folder, documents, split="train", vocab_size=257):
-    """documents: [(ids, mask)]."""
+def write_documents(folder, documents, *splits, vocab_size=257):
+    """documents: [(ids, mask)], the same for all splits; "train" by default."""
     folder.mkdir(exist_ok=True)
-    writer = TokenWriter(folder / f"{split}.bin", vocab_size, tokenizer="bytes", end_of_text=256)
-    for ids, mask in documents:
-        mask = None if all(mask) else np.array(mask, np.uint8)
-        writer.add(np.array(ids), np.array([len(ids)]), mask, len(ids))
-    writer.close()
+    for file in (folder / f"{split}.bin" for split in splits or ("train",)):
+        writer = TokenWriter(file, vocab_size, tokenizer="bytes", end_of_text=256)
+        for ids, mask in documents:
+            mask = None if all(mask) else np.array(mask, np.uint8)
+            writer.add(np.array(ids), np.array([len(ids)]), mask, len(ids))
+        writer.close()
     return str(folder)
 
 
@@ -398,8 +399,7 @@ def test_the_loss_of_each_dataset_is_logged(run, tmp_path):
 def test_an_evaluation_draws_by_weight_and_all_of_it_each_once(tmp_path):
     """Whatever the lengths of documents, and in patterns that are rounded, too."""
     for name, n, length in (("long", 30, 30), ("short", 11_753, 6)):
-        for split in ("train", "val"):
-            write_documents(tmp_path / name, [([7] * length, [1] * length)] * n, split)
+        write_documents(tmp_path / name, [([7] * length, [1] * length)] * n, "train", "val")
     cfg = tiny_config(data=[f"{tmp_path}/long:1", f"{tmp_path}/short:1"], data_mode="documents")
     part, whole = (data.load_data(replace(cfg, batch_size=10, eval_steps=n))[1] for n in (10, 0))
     assert np.bincount(part.order(0, 100)[0]).tolist() == [50, 50]
@@ -409,8 +409,7 @@ def test_an_evaluation_draws_by_weight_and_all_of_it_each_once(tmp_path):
 
 def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
     for name in ("a", "b"):
-        for split in ("train", "val"):
-            write_documents(tmp_path / name, [([1, 2, 3, 4, 5, 6, 7, 8], [1] * 8)] * 20, split)
+        write_documents(tmp_path / name, [([*range(1, 9)], [1] * 8)] * 20, "train", "val")
         for sidecar in (tmp_path / name).glob("*.json"):
             sidecar.write_text(sidecar.read_text().replace('"bytes"', '"bpe@1"', 1))
     paths, own = [str(tmp_path / name) for name in ("a", "b")], tmp_path / "r/tokenizer"
@@ -435,8 +434,7 @@ def test_the_tokenizer_is_found_beside_any_file_and_not_missed(run, tmp_path):
 def test_what_a_run_writes_answers_the_first_prompt(run, tmp_path, prompts):
     prompt, reply = list(b"2 + 2 ="), list(b" 4.") + [256]
     documents = [(prompt + reply, [not prompts] * len(prompt) + [1] * len(reply))] * 40
-    for split in ("train", "val"):
-        write_documents(tmp_path, documents, split)
+    write_documents(tmp_path, documents, "train", "val")
     printed = run("--data", tmp_path, "--vocab_size", 257, "--max_steps", 4, "--data_mode",
                   "documents", bare=False, expect=0)
     written = printed.split("sample  of what it writes:")[1].strip()
