@@ -33,9 +33,10 @@ train.process.run(train.main)
 
 
 @pytest.fixture(autouse=True)
-def needs_root():
+def gated(tmp_path):
     if not available():
         pytest.skip("needs root, to make namespaces")
+    (tmp_path / "gated.py").write_text(GATED)
 
 
 pytestmark = pytest.mark.slow
@@ -85,7 +86,6 @@ def assert_same_end(one, other):
     pytest.param("cut_power", ["--hang_seconds", 5])])
 def test_a_lost_host_is_done_without_and_taken_back(run, corpus, tmp_path, end, flags):
     run(*FLAGS, "--max_steps", 40, "--out_dir", "whole")
-    (tmp_path / "gated.py").write_text(GATED)
     script = ["gated.py", *FLAGS, *flags, "--data", corpus, "--max_steps", 40, "--out_dir", "r",
               "--auto_resume"]
     elastic = dict(nnodes="1:2", max_restarts=5)
@@ -143,7 +143,6 @@ def test_a_rank_of_the_second_host_is_killed(corpus, tmp_path, where, store):
 
 def test_without_the_host_of_the_rendezvous_the_others_end(run, corpus, tmp_path):
     run(*FLAGS, "--max_steps", 20, "--out_dir", "whole")
-    (tmp_path / "gated.py").write_text(GATED)
     flags = [*FLAGS, "--data", corpus, "--max_steps", 20, "--out_dir", "r", "--auto_resume"]
     elastic = dict(nnodes="1:2", max_restarts=5)
     with hosts(2) as (a, b):
@@ -172,7 +171,6 @@ def test_hosts_that_share_no_file_system(corpus, tmp_path):
 def test_the_command_for_kubernetes(run, corpus, tmp_path):
     """That of docs/kubernetes.yaml, with hosts as pods; a new one takes the evicted one's place."""
     run(*FLAGS, "--max_steps", 20, "--out_dir", "big")
-    (tmp_path / "gated.py").write_text(GATED)
     pod = [*yaml.safe_load_all((ROOT / "docs/kubernetes.yaml").read_text())][-1]["spec"]["template"]
     container = pod["spec"]["containers"][0]
     flags = shlex.join([*map(str, FLAGS), "--data", str(corpus), "--max_steps", "20"])
