@@ -146,9 +146,6 @@ def test_optimizer_flags_and_precision_can_change_on_resume_and_no_shape(run, tm
 class OwnState(torch.optim.SGD):
     """State in another dtype, under a name of its own, NumPy's in a group; clipped gradients."""
 
-    def __init__(self, params):
-        super().__init__(params, lr=0.0, fused=True)
-
     @torch.no_grad()
     def step(self):
         grads = [p.grad for group in self.param_groups for p in group["params"]]
@@ -158,7 +155,8 @@ class OwnState(torch.optim.SGD):
             group["steps"] = np.int64(group.get("steps", 0) + 1)
             for p in group["params"]:
                 m = self.state[p].setdefault("m", torch.zeros_like(p, dtype=torch.bfloat16))
-                self.state[p].setdefault("own", {0: [p.double() / 3], "kind": "text"})
+                own = self.state[p].setdefault("own", {0: [p.double().t() / 3], "kind": "text"})
+                assert own[0][0].t().is_contiguous()  # products differ in another layout
                 total += m.lerp_(p.grad.to(m.dtype), 0.1).float().norm()
                 p.sub_(m * (group["lr"] / group["steps"] / (1 + total)))
 
@@ -173,7 +171,8 @@ def test_what_forks_keep_in_optimizers_and_buffers_is_resumed(run, tmp_path, mon
     monkeypatch.setattr(model.Block, "compute", forward)
     after(model.Block, "__init__", lambda block, cfg: block.register_buffer(
         "mean", torch.zeros(())), monkeypatch.setattr)
-    monkeypatch.setattr(train, "make_optimizers", lambda net, *_: [OwnState(net.parameters())])
+    monkeypatch.setattr(train, "make_optimizers", lambda net, *_: [
+        OwnState(net.parameters(), lr=0.0, fused=True)])
     run("--out_dir", "whole", "--save_interval", 5, "--max_steps", 9)
     assert load(tmp_path / "whole/checkpoints/step_00000009.pt")["model"]["blocks.0.mean"] != 0
     run("--out_dir", "again", "--resume", "whole/checkpoints/step_00000005.pt", "--max_steps", 9)
