@@ -162,20 +162,28 @@ def test_a_window_holds_in_packed_rows_too(monkeypatch):
         net(tokens, documents=packing.boundaries(packed))
 
 
-@pytest.mark.parametrize("as_boundaries", [False, True])
-def test_a_second_target_is_of_the_same_document(monkeypatch, as_boundaries):
+def test_a_second_target_is_of_the_same_document(monkeypatch):
     net = changed("A second target", monkeypatch).Transformer(tiny_config(n_layer=1)).train()
     torch.nn.init.normal_(net.head.weight)
     numbers = torch.tensor([[0] * 4 + [1] * 20, [0] * 10 + [1] * 14])
     tokens, targets = torch.randint(0, 257, (2, 2, 24), generator=torch.Generator().manual_seed(0))
-    documents = packing.boundaries(numbers) if as_boundaries else numbers
     monkeypatch.setattr(net, "hidden", lambda tokens, documents: net.norm(net.embedding(tokens)))
-    before = net(tokens, targets, documents)
-    for row, first in ((0, 4), (1, 10)):  # of the second document
-        other = targets.clone()
-        other[row, first : first + 2] += 1 - 2 * (other[row, first : first + 2] > 0)
-        differs = (net(tokens, other, documents) != before).nonzero().tolist()
-        assert differs == [[row, first], [row, first + 1]]
+    for documents in (numbers, packing.boundaries(numbers)):
+        before = net(tokens, targets, documents)
+        for row, first in ((0, 4), (1, 10)):  # of the second document
+            other = targets.clone()
+            other[row, first : first + 2] += 1 - 2 * (other[row, first : first + 2] > 0)
+            differs = (net(tokens, other, documents) != before).nonzero().tolist()
+            assert differs == [[row, first], [row, first + 1]]
+
+
+def test_an_auxiliary_loss_is_the_same_in_any_micro_batches(monkeypatch):
+    net = changed("A scalar auxiliary loss", monkeypatch).Transformer(tiny_config(n_layer=1))
+    torch.nn.init.normal_(net.norm.weight, std=100)  # else all tokens have the same mean square
+    tokens = torch.arange(96).view(4, 24)
+    batch = torch.stack((tokens, tokens.masked_fill(tokens < 30, model.layers.IGNORE)))
+    halves = [net(*half).sum() for half in batch.split(2, dim=1)]
+    torch.testing.assert_close(sum(halves), net(*batch).sum(), rtol=1e-5, atol=0)
 
 
 def two_ranks(clone: Path, flags: list) -> list[int]:
