@@ -168,7 +168,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     for optimizer in run.optimizers:
         own = not type(optimizer).step.__module__.startswith("torch.")  # also a subclass's own
         own |= not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups)
-        if getattr(type(optimizer) if own else optimizer, "_step_supports_amp_scaling", False):
+        if getattr(type(optimizer).step if own else optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             optimizer.step()
         elif not found_inf:

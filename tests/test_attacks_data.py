@@ -203,8 +203,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name, train", [*((name, False) for name in FOREIGN), ("z.json", True)])
-def test_a_foreign_file_among_many_is_found_before_the_work(tmp_path, made, monkeypatch, name,
-                                                            train):
+def test_a_foreign_file_among_many_is_found_before_work(tmp_path, made, monkeypatch, name, train):
     said, folder = [f"document {i}" for i in range(5)], tmp_path / "in"
     folder.mkdir()
     for i, text in enumerate(said):

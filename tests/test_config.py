@@ -133,8 +133,7 @@ def test_yaml_values_are_read_as_written(tmp_path):
 @pytest.mark.parametrize("device, lora, shards, local, bytes_each", [
     ("cpu", 0, 1, 1, 4), ("cpu", 0, 2, 1, 2), ("cpu", 0, 1, 8, 32), ("cpu", 0, 8, 4, 2),
     ("cpu", 8, 1, 1, 2), ("cuda", 0, 1, 8, 4), ("cuda", 0, 8, 8, 0.5)])
-def test_weights_larger_than_the_memory_are_refused(monkeypatch, device, lora, shards, local,
-                                                    bytes_each):
+def test_weights_beyond_memory_are_refused(monkeypatch, device, lora, shards, local, bytes_each):
     """Frozen ones take bf16; on a CPU all ranks of the host count, on a GPU its own."""
     cfg = dataclasses.replace(parsed("--vocab_size", "512"), lora_rank=lora)
     needed = bytes_each * sum(p.numel() for p in Transformer(cfg).parameters())
@@ -243,6 +242,5 @@ def test_depth_sets_shape_and_recipe():
     (["--batch_size", "10", "--micro_batch_size", "4"], 2, 3),  # 3 + 2, not 4 + 1
     (["--batch_size", "10", "--micro_batch_size", "5"], 2, 5),
     (["--batch_size", "8", "--micro_batch_size", "auto"], 3, 3)])
-def test_a_run_that_continues_has_a_micro_batch_for_any_number_of_ranks(flags, world_size,
-                                                                         expected):
+def test_a_run_that_continues_has_a_micro_batch_for_any_ranks(flags, world_size, expected):
     assert memory.micro_batch_size(parsed(*flags), world_size, uneven=True) == expected

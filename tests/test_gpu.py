@@ -56,8 +56,7 @@ def same_curve(folder, one: str, other: str, tolerance: float):
 @on_each
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 2e-3), ("bf16", 0.03), ("fp16", 0.03)])
-def test_losses_are_those_of_the_cpu_in_fp32(run, tmp_path, device, precision, tolerance,
-                                             optimizer):
+def test_losses_are_those_of_a_cpu_in_fp32(run, tmp_path, device, precision, tolerance, optimizer):
     need(precision, device)
     flags = ["--optimizer", optimizer, "--learning_rate", "2e-3"]
     run(*CPU, *flags, "--out_dir", "cpu")

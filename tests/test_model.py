@@ -117,8 +117,7 @@ def predictions(p: float, n=64, width=128, vocab=257, padded=320):
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_confident_predictions_are_as_exact_as_the_plain_ones(
-        dtype, on_cpu, monkeypatch):
+def test_gradients_of_confident_predictions_are_as_exact_as_plain_ones(dtype, on_cpu, monkeypatch):
     monkeypatch.setattr(layers, "on_cpu", lambda x: on_cpu)
     monkeypatch.setattr(LinearCrossEntropy, "cpu_chunk", 320 * 24)  # the last chunk has fewer
     for p in (0.1, 0.5, 0.84, 0.983, 0.998, 0.9999):

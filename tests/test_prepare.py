@@ -88,8 +88,7 @@ def zstd():
     return pytest.importorskip("backports.zstd")
 
 
-def test_documents_are_what_the_tokenizer_alone_makes_of_them(tmp_path, made, tokenizer,
-                                                              monkeypatch):
+def test_documents_are_what_the_tokenizer_alone_makes(tmp_path, made, tokenizer, monkeypatch):
     monkeypatch.setattr(read_module, "CHUNK_BYTES", 4000)
     alone, found = AutoTokenizer.from_pretrained(tokenizer), texts(200)
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in [*found, ""]])

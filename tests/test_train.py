@@ -285,8 +285,7 @@ def test_memory_is_tidied_at_its_intervals(monkeypatch):
                      (1000, "collect"), (2000, "collect")]
 
 
-def test_an_evaluation_without_a_target_has_no_loss_and_is_never_the_best(run, tmp_path,
-                                                                          monkeypatch, corpus):
+def test_an_evaluation_without_a_target_has_no_loss_and_is_never_best(run, tmp_path, monkeypatch):
     def batches(data, *how):
         evaluations.append(data)
         for batch in plain(data, *how):
@@ -453,12 +452,19 @@ def update(optimizers, parameters, clip, weight):
     return train.update(run, torch.tensor([1.0, weight * cfg.batch_size * cfg.seq_len]))[1]
 
 
-@pytest.mark.parametrize("optimizer",
-                         ["adamw", "muon", "fp64 beside fp32", "without found_inf", "fused sgd"])
+class MuonAndSgd(Muon):
+    def step(self):
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.sub_(p.grad)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "muon and sgd", "fp64 beside fp32",
+                                       "without found_inf", "fused sgd"])
 def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
     """Momentum and weight decay would move weights without a gradient."""
     monkeypatch.setattr(devices, "multiplies_bf16", lambda device: False)  # else Muon does, too
-    cfg = tiny_config(optimizer="muon" if optimizer == "muon" else "adamw", weight_decay=0.1)
+    cfg = tiny_config(optimizer="muon" if "muon" in optimizer else "adamw", weight_decay=0.1)
 
     def after(*scales, clip, weight=1.0):
         """Weights, the optimizers' state and the norm after gradients of these scales."""
@@ -468,6 +474,8 @@ def test_update_clips_and_skips_non_finite_gradients(monkeypatch, optimizer):
             model.norm.double()
         optimizers = train.make_optimizers(model, cfg, torch.device("cpu"),
                                            parallel.Shards().hold(model))
+        if optimizer == "muon and sgd":
+            optimizers[0].__class__ = MuonAndSgd
         first, *others = model.parameters()  # the first gets no gradient
         if optimizer in ("without found_inf", "fused sgd"):
             how = dict(lr=1.0, momentum=0.9, weight_decay=0.1, fused=optimizer == "fused sgd")

@@ -33,7 +33,6 @@ class Muon(torch.optim.Optimizer):
     three dimensions, a rank holds whole matrices and does them alone.
     """
 
-    _step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
     by_rows = True  # given `shards`, some rows of each weight are enough: see parallel.Shards
 
     def __init__(self, params, lr: float, weight_decay: float = 0.0, momentum: float = 0.9,
@@ -90,6 +89,7 @@ class Muon(torch.optim.Optimizer):
                 lr = self.number(group["lr"])
                 self.apply([p[some] for p in group["params"]], direction, squares, group["beta2"],
                            lr, lr * group["weight_decay"], go)
+    step._step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
 
     def make_batches(self) -> list[list[tuple]]:
         """All parts: large and sharded ones alone, small ones of the same smaller side together."""
