@@ -61,8 +61,7 @@ class Backup:
             if newest and not self.thread.is_alive():
                 self.offer(newest)
         if self.thread.is_alive():
-            print(f"warning: stopped before the backup of {self.newest} to {self.url} was made",
-                  flush=True)
+            print(f"warning: stopped before the backup of {self.newest} to {self.url}", flush=True)
 
     def upload(self, checkpoint: Checkpoint):
         run_dir, folder, held = checkpoint.run_dir, checkpoint.path.parent, {}
@@ -79,8 +78,9 @@ class Backup:
                 held[name] = Checkpoint(link)
                 files |= {name + str(file).removeprefix(str(link)): file
                           for file in held[name].files()}
+            there = self.fs.find("")  # some may have been deleted meanwhile
             for key, file in files.items():
-                if self.sent.get(key) != (changed := file.stat().st_mtime_ns):
+                if self.sent.get(key) != (changed := file.stat().st_mtime_ns) or key not in there:
                     self.fs.makedirs(str(Path(key).parent), exist_ok=True)
                     draft = key + "~" * (self.is_disk and "step_" not in key)  # else cut by a kill
                     self.fs.put_file(str(file), draft)
