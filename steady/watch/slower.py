@@ -113,7 +113,7 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
 
     All share the median growth of forward, backward and optimizer: a cause in one of them does not
     move it, a slower machine moves all. Phases have values at points with as much work as the
-    newest, outside phases their cost per step.
+    newest (before the first of them, all share the whole step), outside phases their cost per step.
     """
     work = statistics.median_low(point["work"] for point in points[-BASELINE:])
     same = [SAME_WORK[0] < point["work"] / work < SAME_WORK[1] for point in points]
@@ -126,9 +126,9 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
         factors = [ms_of(point, name) / normal[name] for name in COMPUTE if normal[name]]
         factor = statistics.median_low(factors) if len(factors) > 1 else 1.0
         alone = {name: ms_of(point, name) - factor * normal[name]
-                 for name in STEP_PHASES if same[i]}
+                 for name in STEP_PHASES if any(same[: i + 1])}
         series[COMMON][i] = point["perf/step_ms"] - sum(alone.values())
-        for name, value in alone.items():
+        for name, value in alone.items() if same[i] else ():
             series[name][i] = value / max(1.0, factor)  # noise grows with the machine's
         for name in OUTSIDE_PHASES:
             total = ms_of(point, name) * (point["step"] - point["first"] + 1)
