@@ -126,7 +126,7 @@ def test_optimizer_flags_and_precision_can_change_on_resume_and_no_shape(run, tm
                "--allow_change", "n_layer", bare=True, expect=2)
     assert "differs from it: n_layer 2 -> 3. Its weights fit no other model; use the" in told
     told = run("--auto_resume", "--out_dir", "r", "--max_steps", 1, bare=True, expect=2)
-    assert "warmup_steps 2: expected at most max_steps 1; a resume without the option keeps" in told
+    assert "warmup_steps 2: expected at most max_steps 1; unless given, a resume keeps" in told
     told = run("--auto_resume", "--out_dir", "r", "--max_steps", 14, "--precision", "fp32",
                "--eval_interval", 0, bare=True)
     before = column(tmp_path / "r", "train/learning_rate")[12]

@@ -46,7 +46,7 @@ def samples_of_step(run_dir: str, step: int):
     rows = (row for _, row in read_rows(log) if "order" in row) if log.exists() else ()
     starts = {row["step"]: row["order"] for row in rows} or {0: dict(position=0)}
     if not min(starts) < step <= (cfg.max_steps or step):  # unknown with --max_minutes
-        raise ConfigError(f"step {step}: {run_dir} has {min(starts) + 1} to {cfg.max_steps or '…'}")
+        raise ConfigError(f"step {step}: expected {min(starts) + 1} to {cfg.max_steps or '…'}")
     order = starts[before := max(at for at in starts if at < step)]
     cfg = replace(cfg, **{k: order[k] for k in order.keys() & fixed_options(cfg, "trajectory")})
     data = load_mixture(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.vocab_size, "--data",
