@@ -347,11 +347,11 @@ def test_a_reader_that_has_read_enough_changes_no_exit_code(tmp_path):
     page = tmp_path / "page.html"
     reader, writer = os.pipe()
     os.close(reader)
-    for command, variables, expected in ((["data.py", "--help"], {}, 0), (
-            ["-c", code], {"PYTHONUNBUFFERED": ""}, 3), (
-            ["monitor.py", tmp_path, "--html", page], {}, 0)):
+    for command, expected in ((["data.py", "--help"], 0), (["-c", code], 3),
+                              (["monitor.py", tmp_path, "--html", page], 0)):
         done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE,
-                              text=True, cwd=TRAIN.parent, env=environment() | variables)
+                              text=True, cwd=TRAIN.parent,
+                              env=environment() | {"PYTHONUNBUFFERED": ""})
         assert done.returncode == expected and ("--html" in command or not done.stderr), command
     os.close(writer)
     assert page.exists()

@@ -87,8 +87,10 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
     def print_all(argv: list[str]) -> int:
         code = 0
         try:
-            code = main(argv) or 0
-            sys.stdout.flush()
+            try:
+                code = main(argv) or 0
+            finally:
+                sys.stdout.flush()  # also after --help: argparse exits
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing at exit fails again
         return code

@@ -8,7 +8,7 @@ from steady.guard.guard import NotFinite
 from steady.guard.memory import memory_advice, out_of_memory
 from steady.options import ConfigError
 from steady.ranks.replicas import ReplicasDiffer
-from steady.watch.sinks import alert
+from steady.watch.sinks import alert, say
 
 MAX_ROLLBACKS = 3  # to the same checkpoint
 
@@ -39,16 +39,14 @@ def roll_back(run, error: NotFinite):
     progress.position, progress.rollbacks = position, [newest.step] * (before + 1)
     run.guard.nonfinite.zero_()
     if run.ranks.rank == 0:
-        print(f"warning: {error}; rolled back to {newest}, continuing at sample {position}",
-              flush=True)
+        say(f"warning: {error}; rolled back to {newest}, continuing at sample {position}")
     save_checkpoint(run)  # a process that is killed now rolls back to the same place
 
 
 def rescue(run, error: BaseException):
     """Before a run ends with this error: save its last step, unless the error is in the weights.
 
-    Uses no collective: the other ranks may be gone. Raises MemoryError, with advice, if memory ran
-    out.
+    Uses no collective: other ranks may be gone. Raises MemoryError, with advice, if memory ran out.
     """
     if isinstance(error, ReplicasDiffer):
         if run.ranks.rank == 0 and error.agreed is not None:
