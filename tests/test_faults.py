@@ -789,6 +789,12 @@ def test_a_backup_can_be_resumed(run, tmp_path, request, monkeypatch, scheme):
     assert "error: --backup_to nothing://there" in output and not (tmp_path / "refused").exists()
 
 
+def test_a_damaged_backup_is_passed_over(run, tmp_path, backed_up):
+    flip(tmp_path / "disk2/checkpoints/step_00000008.pt")
+    output = run("--resume", backed_up, "--out_dir", "b", bare=True)
+    assert "step_00000008.pt: its checksum is wrong" in output and "at step 4" in output
+
+
 @pytest.fixture
 def backed_up(run, tmp_path) -> str:
     """The URL of the backup of a run in the directory `a`, of 8 steps."""
@@ -833,9 +839,6 @@ def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up, monkeypatch
     config = tmp_path / "disk2/config.yaml"  # before each last upload somebody deletes it
     before(backup.Backup, "close", lambda self, asked: self.thread.join() or config.unlink(),
            monkeypatch.setattr)
-    flip(tmp_path / "disk2/checkpoints/step_00000008.pt")
-    output = run("--resume", backed_up, "--out_dir", "c", bare=True)
-    assert "step_00000008.pt: its checksum is wrong" in output and "at step 4" in output
     run("--auto-resume", "--out_dir", "a", "--max_steps", 12, bare=True)
     assert steps(tmp_path / "disk2") == [4, 8, 12]
     run("--resume", "a/checkpoints/step_00000004.pt", "--max_steps", 6, "--keep_checkpoints", 1,
