@@ -1,9 +1,9 @@
 """ms/step of a small model, whole programs: 4 layers, width 128, 12 x 64 tokens.
 
-    python -m tests.bench small --nanogpt DIR
+    python -m tests.bench small --nanogpt DIR --nanochat DIR
 
 nanoGPT's CPU recipe for characters and train.py, on the same token file, in turns: the median step
-as each logs it, with its batches, its logging and its optimizer.
+as each logs it, with its batches, its logging and its optimizer. nanochat's step as in `training`.
 """
 
 import pickle
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.bench.common import Figure, apart, compare, in_turns, logged_step_ms
+from tests.bench.common import Figure, apart, compare, in_turns, logged_step_ms, take_turns
+from tests.bench.training import nanochat, steady
 
 FLAGS = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "128", "--d_ff", "336",
          "--no_qk_norm", "--tie_embeddings", "--seq_len", "64", "--batch_size", "12",
@@ -85,6 +86,15 @@ def main(options) -> list[Figure]:
         if options.nanogpt:
             programs["nanogpt"] = theirs
         ms = in_turns(programs, rounds)
-    return [compare(f"4 layers, width 128, 12 x 64: ms/step, {kind}", "nanoGPT", ms[kind],
-                    ms["nanogpt"], "{:.1f} ms", aim)
-            for kind, (_, aim) in KINDS.items() if options.nanogpt]
+    shape = "4 layers, width 128, 12 x 64: ms/step"
+    figures = [compare(f"{shape}, {kind}", "nanoGPT", ms[kind], ms["nanogpt"], "{:.1f} ms", aim)
+               for kind, (_, aim) in KINDS.items() if options.nanogpt]
+    kinds = {"muon": "--no_compile", "muon, compiled": "--compile"} if options.nanochat else {}
+    for kind, switch in kinds.items():
+        flags = [*FLAGS, "--vocab_size", str(vocab_size), "--optimizer", "muon", switch]
+        programs = {"ours": (steady, flags), "nanochat": (nanochat, flags, options.nanochat)}
+        found = take_turns(programs, rounds, steps, warm_up=20)
+        ms = {name: [1e3 * s for s in each] for name, each in found.items()}
+        figures.append(compare(f"{shape}, {kind}", "nanochat", ms["ours"], ms["nanochat"],
+                               "{:.1f} ms", "<= 0.87"))
+    return figures
