@@ -64,7 +64,7 @@ class Config:
         None, "verify the checkpoints of RUN and exit", saved=False, metavar="RUN")
     verify_resume: int = option(0, "train 2 K steps, repeat the last K, compare every bit and exit",
                                 saved=False, metavar="K", at_least=0)
-    json: bool = option(False, "end training with losses, times and verdict as JSON", saved=False)
+    json: bool = option(False, "after training, print losses, times, verdict as JSON", saved=False)
     estimate: int = option(0, "print estimated memory and time on N devices, then exit",
                            saved=False, metavar="N", at_least=0)
 

@@ -23,7 +23,7 @@ def refuse_conflicts(cfg):
     need(cfg.min_learning_rate <= cfg.learning_rate, "min_learning_rate",
          f"at most learning_rate {cfg.learning_rate}")
     need(not cfg.max_steps or cfg.warmup_steps <= cfg.max_steps, "warmup_steps",
-         f"at most max_steps {cfg.max_steps}; unless given, a resume keeps the run's")
+         f"at most max_steps {cfg.max_steps}; a resume keeps the run's unless you give one")
     need(re.fullmatch("auto|0*[1-9][0-9]{0,8}", cfg.micro_batch_size or "auto"),
          "micro_batch_size", "a number of at least 1, or auto")
     need(cfg.micro_batch_size != "auto" or cfg.parallel == "ddp", "micro_batch_size",

@@ -339,8 +339,8 @@ def test_no_option_ends_in_a_traceback(run, corpus, tmp_path, monkeypatch):
         assert len(re.findall("^train.py: error", printed, re.M)) == (code == 2), case
 
 
-def test_a_reader_that_has_read_enough_changes_no_exit_code(tmp_path):
-    """Of `monitor.py compare A B | head`: 0 would mean that B is better."""
+def test_a_reader_that_has_read_enough_changes_no_exit_code_and_no_page(tmp_path):
+    """Of `monitor.py compare A B | head` 0 would mean that B is better."""
     code = ("import sys; from steady.guard.process import run_command\n"
             "sys.exit(run_command('monitor.py', lambda argv: print('verdict') or 3, []))")
     (tmp_path / "metrics.jsonl").touch()
@@ -350,7 +350,7 @@ def test_a_reader_that_has_read_enough_changes_no_exit_code(tmp_path):
     for command, expected in ((["data.py", "--help"], 0), (["-c", code], 3),
                               (["monitor.py", tmp_path, "--html", page], 0)):
         done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE,
-                              text=True, cwd=TRAIN.parent,
+                              text=True, timeout=120, cwd=TRAIN.parent,
                               env=environment() | {"PYTHONUNBUFFERED": ""})
         assert done.returncode == expected and ("--html" in command or not done.stderr), command
     os.close(writer)

@@ -266,7 +266,7 @@ def test_an_empty_reply_is_not_learned(made_of):
     thought = dict(messages=[*TALK[:1], dict(empty, reasoning_content="Hm.")])
     assert len(runs(*documents(tokenizer_of("qwen3"), thought))) == 1
     told = made_of("qwen3", [dict(instruction="Hello", output=text, history=h) for text, h in (
-        ("", []), ("Hi.", "null"), ("", float("nan")))])
+        ("", []), ("Hi.", "[]"), ("", float("nan")), ("Hi.", ""), ("Hi.", "edited 2024"))])
     assert "empty replies    not in the loss (2)\nwithout a reply  train (2)" in told
 
 

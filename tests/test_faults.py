@@ -836,11 +836,16 @@ def test_a_backup_apart_from_the_run_is_expected(run, copy, tmp_path, place):
 
 
 def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up, monkeypatch):
-    config = tmp_path / "disk2/config.yaml"  # before each last upload somebody deletes it
-    before(backup.Backup, "close", lambda self, asked: self.thread.join() or config.unlink(),
-           monkeypatch.setattr)
+    files = [tmp_path / "disk2" / name for name in ("config.yaml", "checkpoints/best.pt")]
+
+    def lose(self, asked):  # as somebody else does before each last upload
+        self.thread.join(60)
+        for file in files:
+            file.unlink()
+
+    before(backup.Backup, "close", lose, monkeypatch.setattr)
     run("--auto-resume", "--out_dir", "a", "--max_steps", 12, bare=True)
-    assert steps(tmp_path / "disk2") == [4, 8, 12]
+    assert steps(tmp_path / "disk2") == [4, 8, 12] and all(f.exists() for f in files)
     run("--resume", "a/checkpoints/step_00000004.pt", "--max_steps", 6, "--keep_checkpoints", 1,
         bare=True)
     assert steps(tmp_path / "disk2") == [6]  # without those that it went back from

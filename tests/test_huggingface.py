@@ -53,8 +53,9 @@ def save_random(folder, found, tokenizer=None, **how):
     theirs = AutoModelForCausalLM.from_config(found)
     for name, p in theirs.named_parameters():
         torch.nn.init.normal_(p, mean=float("norm" in name), std=0.1)
-    for each in filter(None, (theirs, tokenizer)):
-        each.save_pretrained(folder, **how)
+    theirs.save_pretrained(folder, **how)
+    if tokenizer:
+        tokenizer.save_pretrained(folder)
     return theirs.eval()
 
 

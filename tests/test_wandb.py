@@ -19,6 +19,8 @@ def test_wandb_gets_the_metrics(run, tmp_path, monkeypatch):
 @pytest.fixture
 def fake_tracker(tmp_path, monkeypatch):
     """fake_tracker(**bodies): modules that keep the rows they are given in rows.jsonl."""
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+
     def make(init="", log="", finish=""):
         (tmp_path / "fake").mkdir()
         text = f"""
@@ -71,13 +73,13 @@ def test_a_run_is_one_run_of_wandb_and_of_a_shared_tensorboard_dir(
         run, tmp_path, fake_tracker, monkeypatch):
     """Also after a resume, and with the project that the user has set."""
     fake_tracker()
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     for name, steps in (("a", 8), ("a", 12), ("b", 4)):
         run("--out_dir", name, "--wandb", "--auto_resume", "--max_steps", steps,
             "--tensorboard", "--tensorboard_dir", "tb")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     run("--out_dir", "b", "--wandb", "--auto_resume", "--max_steps", 8)
-    a, again, b, mine = inits = rows(tmp_path, "inits.jsonl")
+    inits = rows(tmp_path, "inits.jsonl")
+    a, again, b, mine = inits
     assert a["id"] == again["id"] != b["id"] == mine["id"] and a["name"].endswith("/a")
     assert {call["resume"] for call in inits} == {"allow"}
     assert a["project"] == "steady" and "project" not in mine

@@ -189,7 +189,7 @@ def note(row: dict):
 def compare(argv: list[str]) -> int:
     """Returns the exit code: 0 if B is better, 3 if A is, 4 if neither is known to be."""
     if argv == ["--ledger"]:
-        rows = [row for row in objects(LEDGER) if isinstance(row.get("difference"), float)]
+        rows = [row for row in objects(LEDGER) if isinstance(row.get("difference"), int | float)]
         for row in sorted(rows, key=lambda row: row["difference"]):
             print(f"{row['difference']:+.4f} nats, {row.get('step_ms_ratio') or math.nan:.2f} x "
                   f"ms/step: {row.get('verdict')}; A: {row.get('A')}; B: {row.get('B')}")

@@ -154,8 +154,8 @@ class Encoder:
         keys, used = find_keys(tuple(names), self.options.text_field)
         if "label" in used and str(record.get("label")).lower() in ("false", "0", "0.0"):  # CSV
             raise ValueError("label false: a rejected completion, which would be learned")
-        earlier = str(record.get("history")).replace(" ", "").lower()
-        if "history" in used and earlier not in ("none", "", "[]", "null", "nan"):
+        earlier = str(record.get("history") or "") if "history" in used else ""
+        if earlier.lstrip().startswith("[") and earlier.strip("[] \n"):
             raise ValueError("history: expected all turns in one list of messages")
         is_chat, counts = False, Counter()
         if keys == used or keys[0] == "prompt" and isinstance(record["prompt"], str):

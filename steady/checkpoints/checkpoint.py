@@ -201,9 +201,9 @@ def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dic
         wanted, found, begin = rows(sum(map(len, parts))), [], 0
         for part in parts:
             start, stop = (max(0, end - begin) for end in (wanted.start or 0, wanted.stop))
-            found.append(part[start:stop])
+            found.append(part[start:stop].clone() if copy else part[start:stop])
             begin += len(part)
-        return torch.cat(found) if len(found) > 1 else found[0].clone() if copy else found[0]
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     return states[0] | {name: tree_map(join_parts, *(state.get(name, {}) for state in states))
                         for name in ("model", "ema", "optimizers")}

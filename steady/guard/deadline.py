@@ -42,8 +42,7 @@ class Deadline:
         seconds = (now - self.began) / (self.steps - 1)  # a step, with logs and saves
         evaluation = 0.0
         if val_data and cfg.eval_interval:
-            batches = cfg.eval_steps or val_data.n_samples / cfg.batch_size
-            evaluation = seconds * batches / 3
+            evaluation = seconds * (cfg.eval_steps or val_data.n_samples / cfg.batch_size) / 3
             seconds += evaluation / cfg.eval_interval
         left = (self.ends - now) * (1 - RESERVE[0]) - RESERVE[1] - evaluation
         progress.max_steps = ranks.broadcast(progress.step + max(0, int(left / seconds)))

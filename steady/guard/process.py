@@ -89,8 +89,9 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
         try:
             try:
                 code = main(argv) or 0
-            finally:
-                sys.stdout.flush()  # also after --help: argparse exits
+            except SystemExit as e:  # --help
+                code = e.code or 0
+            sys.stdout.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or flushing at exit fails again
         return code

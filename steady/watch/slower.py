@@ -113,11 +113,11 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
 
     All share the median growth of forward, backward and optimizer: a cause in one of them does not
     move it, a slower machine moves all. Phases have values at points with as much work as the
-    newest (before the first of them, all share the whole step), outside phases their cost per step.
+    newest, outside phases their cost per step. Before the first such point all share whole steps.
     """
     work = statistics.median_low(point["work"] for point in points[-BASELINE:])
     same = [SAME_WORK[0] < point["work"] / work < SAME_WORK[1] for point in points]
-    usual = list(itertools.compress(points, same))[:BASELINE]
+    first, usual = same.index(True), list(itertools.compress(points, same))[:BASELINE]
     normal = {name: float(np.median([ms_of(point, name) for point in usual]))
               for name in STEP_PHASES}
     series = {name: {} for name in (*STEP_PHASES, COMMON)}
@@ -126,7 +126,7 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
         factors = [ms_of(point, name) / normal[name] for name in COMPUTE if normal[name]]
         factor = statistics.median_low(factors) if len(factors) > 1 else 1.0
         alone = {name: ms_of(point, name) - factor * normal[name]
-                 for name in STEP_PHASES if any(same[: i + 1])}
+                 for name in STEP_PHASES if same[i] or i > first and len(factors) > 1}
         series[COMMON][i] = point["perf/step_ms"] - sum(alone.values())
         for name, value in alone.items() if same[i] else ():
             series[name][i] = value / max(1.0, factor)  # noise grows with the machine's

@@ -32,7 +32,7 @@ from tests.bench.common import Figure, table
 
 NAMES = ["training", "small", "shakespeare", "monitor_cost", "checkpoints", "parallel", "documents",
          "slowdowns", "startup"]
-ON_REQUEST = ["diagnosis", "constant", "resume", "referee", "gpu", "busy", "recipe"]
+ON_REQUEST = ["diagnosis", "constant", "resume", "referee", "gpu", "busy"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "tests/bench/results/cpu.json", ROOT / "docs/benchmarks.md"
 
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
                         "docs/benchmarks.md and results/cpu.json")
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to compare with")
     parser.add_argument("--nanochat", metavar="DIR", help="a checkout of nanochat, for "
-                        "`training` and `recipe`")
+                        "`training` and `small`")
     parser.add_argument("--peers", metavar="DIR", help="virtual environments of other programs, "
                         "for `resume`")
     parser.add_argument("--text", metavar="FILE", help="tiny Shakespeare, for `shakespeare`")

@@ -89,8 +89,8 @@ def main(options) -> list[Figure]:
     shape = "4 layers, width 128, 12 x 64: ms/step"
     figures = [compare(f"{shape}, {kind}", "nanoGPT", ms[kind], ms["nanogpt"], "{:.1f} ms", aim)
                for kind, (_, aim) in KINDS.items() if options.nanogpt]
-    kinds = {"muon": "--no_compile", "muon, compiled": "--compile"} if options.nanochat else {}
-    for kind, switch in kinds.items():
+    kinds = {"muon": "--no_compile", "muon, compiled": "--compile"}
+    for kind, switch in kinds.items() if options.nanochat and not options.quick else ():
         flags = [*FLAGS, "--vocab_size", str(vocab_size), "--optimizer", "muon", switch]
         programs = {"ours": (steady, flags), "nanochat": (nanochat, flags, options.nanochat)}
         found = take_turns(programs, rounds, steps, warm_up=20)

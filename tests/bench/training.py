@@ -83,7 +83,8 @@ def nanogpt(flags: list[str], checkout: str):
     return plain_loop(cfg, model, weights, loss)
 
 
-def nanochat_model(cfg: config.Config, checkout: str):
+def nanochat(flags: list[str], checkout: str):
+    cfg = config.resolve(config.parse(flags))
     dtype = pick_dtype(cfg.precision, pick_device(cfg.device, 0))
     os.environ["NANOCHAT_DTYPE"] = str(dtype).removeprefix("torch.")
     sys.path.insert(0, checkout)
@@ -92,12 +93,6 @@ def nanochat_model(cfg: config.Config, checkout: str):
         sequence_len=cfg.seq_len, vocab_size=cfg.vocab_size, n_layer=cfg.n_layer,
         n_head=cfg.n_head, n_kv_head=cfg.n_kv_head, n_embd=cfg.d_model, window_pattern="L"))
     model.init_weights()
-    return model
-
-
-def nanochat(flags: list[str], checkout: str):
-    cfg = config.resolve(config.parse(flags))
-    model = nanochat_model(cfg, checkout)
     optimizer = model.setup_optimizer()
     if cfg.compile:
         model.compile(dynamic=False)
