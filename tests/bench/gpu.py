@@ -380,8 +380,9 @@ STEPS = {name: step for part in PROGRAMME.values() for name, step in part.items(
 def attempt(command: list[str], limit: float, log: Path) -> str:
     """Run a command, its output into `log`; returns the reason of a failure, or nothing."""
     with log.open("w") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-                                   env={**os.environ, "COLUMNS": "300"}, start_new_session=True)
+        env = {**os.environ, "COLUMNS": "300", "PYTHONUNBUFFERED": "1"}  # the error comes last
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env,
+                                   start_new_session=True)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
