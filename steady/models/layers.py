@@ -34,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class NormOnCPU(Function):
-    """x [..., C], weight [C] → x / sqrt(mean(x²) + eps) * weight, in fp32; eps: None is fp32's."""
+    """x [..., C], weight [C] → x / sqrt(mean(x²) + eps) * weight, in fp32; eps None: 2**-23."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
