@@ -126,7 +126,7 @@ def split(points: list[dict]) -> dict[str, dict[int, float]]:
         factors = [ms_of(point, name) / normal[name] for name in COMPUTE if normal[name]]
         factor = statistics.median_low(factors) if len(factors) > 1 else 1.0
         alone = {name: ms_of(point, name) - factor * normal[name]
-                 for name in STEP_PHASES if same[i] or i > first and len(factors) > 1}
+                 for name in STEP_PHASES if i >= first}
         series[COMMON][i] = point["perf/step_ms"] - sum(alone.values())
         for name, value in alone.items() if same[i] else ():
             series[name][i] = value / max(1.0, factor)  # noise grows with the machine's
