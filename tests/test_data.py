@@ -19,7 +19,7 @@ from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
 from steady.tokens.files import TokenFile, find_sources, stdlib
-from steady.tokens.order import mixture_pattern, permute
+from steady.tokens.order import mixture_pattern
 from steady.tokens.tokenizers import decode
 
 
@@ -126,12 +126,6 @@ def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
         np.array([0, 15, 1000], np.uint64).tofile(folder / "train.bin.docs")
     batch = load_mixture([str(narrow), str(wide)], "train", 10, 1, mode="packed").batch(0, 200)
     assert batch.tokens[batch.targets == -100].unique().tolist() == [101_999]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 10, 97])
-def test_an_epoch_of_few_samples_is_a_permutation(n):
-    order = permute(np.arange(n, dtype=np.uint64), n, np.full(n, 1, np.uint64))
-    assert sorted(order.tolist()) == [*range(n)]
 
 
 def test_position_a_trillion_costs_the_same(tmp_path, monkeypatch):
