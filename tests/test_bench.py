@@ -11,7 +11,7 @@ from conftest import ROOT, python
 from tests.bench import __main__ as bench_main
 from tests.bench import gpu
 from tests.bench.__main__ import NAMES, ON_REQUEST, main
-from tests.bench.common import Figure, compare, in_turns, table, take_turns
+from tests.bench.common import Figure, compare, table, take_turns
 
 FASTER = Figure("a & b", "another's", [1.0, 3.0, 2.0], ">= 1.5", "1 s", "2 s")
 LARGER = Figure("c", "another's", [2.0], "<= 1.5", "2 MB", "1 MB")
@@ -48,18 +48,9 @@ def test_a_record_replaces_only_that_of_its_benchmark(tmp_path, monkeypatch, cap
         main(["small", "--record", "--quick"])
 
 
-def test_a_figure_is_the_median_and_knows_its_aim():
-    assert FASTER.row() == ["a & b", "another's", "2", "1 to 3", "1 s", "2 s", "≥ 1.5: met"]
-    assert LARGER.row()[-1] == "≤ 1.5: missed" and Figure("x", "y", [2.0]).row()[-1] == ""
+def test_a_figure_of_two_series_has_their_ratios_and_medians():
     figure = compare("x", "y", [3.0, 8.0, 5.0], [1.0, 2.0, 5.0], "{:.1f} ms")
     assert figure.ratios == [3.0, 4.0, 1.0] and (figure.ours, figure.theirs) == ("5.0 ms", "2.0 ms")
-    assert len({line.count("|") for line in table([FASTER.row(), LARGER.row()]).splitlines()}) == 1
-
-
-def test_measures_take_turns_in_alternating_order():
-    calls = []
-    found = in_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, 3)
-    assert calls == list("abbaab") and found == {"a": [1, 4, 5], "b": [2, 3, 6]}
 
 
 def recorder(path):
