@@ -168,17 +168,10 @@ def poison(first: int, stop: int):
     import data  # in a copy of the repository, those of the copy
     import model
 
-    plain_batch, plain_forward = data.Mixture.batch, model.Transformer.forward
-
-    def batch(self, start, end):
-        found = plain_batch(self, start, end)
-        return found._replace(tokens=found.tokens * 0) if first <= start < stop else found
-
-    def forward(self, tokens, targets=None, documents=None):
-        losses = plain_forward(self, tokens, targets, documents)
-        return losses if tokens.any() else losses * math.nan
-
-    data.Mixture.batch, model.Transformer.forward = batch, forward
+    change(data.Mixture, "batch", lambda found, _, start, end: found._replace(
+        tokens=found.tokens * 0) if first <= start < stop else found)
+    change(model.Transformer, "forward", lambda losses, _, tokens, *more: (
+        losses if tokens.any() else losses * math.nan))
 
 
 runs_made = itertools.count(1)
@@ -252,6 +245,12 @@ def after(owner, name: str, do, put=setattr):
     before(owner, name, lambda *_: None, put, do)
 
 
+def change(owner, name: str, how, put=setattr):
+    """From now on each call of `owner.name` returns how(what it would have returned, *args)."""
+    plain = getattr(owner, name)
+    put(owner, name, lambda *args, **options: how(plain(*args, **options), *args))
+
+
 def raising(error: BaseException):
     """A function that raises this error, whatever its arguments."""
     def fail(*args, **how):
@@ -320,16 +319,15 @@ def largest_file(size: int):
 
 def samples_seen(monkeypatch) -> dict[int, tuple]:
     """From now on: the data set and the tokens of the sample at each position."""
-    plain, seen = data.Mixture.batch, {}
+    seen = {}
 
-    def batch(self, start, stop):
-        found = plain(self, start, stop)
+    def note(found, self, start, stop):
         source = [0] * (stop - start) if found.source is None else found.source
         samples = zip([self.datasets[k].name for k in source], found.tokens.tolist(), strict=True)
         seen.update(zip(range(start, stop), samples, strict=True))
         return found
 
-    monkeypatch.setattr(data.Mixture, "batch", batch)
+    change(data.Mixture, "batch", note, monkeypatch.setattr)
     return seen
 
 

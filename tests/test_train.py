@@ -23,6 +23,7 @@ from conftest import (
     after_step,
     assert_same_end,
     before,
+    change,
     column,
     events_of,
     raising,
@@ -201,19 +202,18 @@ def test_a_run_of_a_depth_goes_on_with_and_without_the_flag(run, tmp_path, corpu
      "an optimizer has parameters that the model lacks")])
 def test_a_weight_that_not_exactly_one_optimizer_has_is_refused(run, monkeypatch, how, found):
     """Its gradients would add up; one of a module beside the model would not be in checkpoints."""
-    plain = train.make_optimizers
-    monkeypatch.setattr(train, "make_optimizers", lambda *args: how(*plain(*args)))
+    change(train, "make_optimizers", lambda found, *_: how(*found), monkeypatch.setattr)
     assert f"error: make_optimizers: {found}" in run(expect=2)
 
 
 def test_means_instead_of_values_of_each_token_are_refused(run, monkeypatch):
     """They would be divided once more by the number of targets."""
-    add, forward = train.Means.add, train.Transformer.forward
+    add = train.Means.add
     with monkeypatch.context() as patch:
         patch.setattr(train.Means, "add", lambda self, _, losses, batch: add(
             self, "val/mine", losses.mean(), batch))
         assert "val/mine []: not [B, T]" in run(expect=1)
-    monkeypatch.setattr(train.Transformer, "forward", lambda *args: forward(*args).mean())
+    change(train.Transformer, "forward", lambda losses, *_: losses.mean(), monkeypatch.setattr)
     assert "losses []: not [B, T]" in run("--eval_interval", 0, expect=1)
 
 
@@ -279,14 +279,14 @@ def test_memory_is_tidied_at_its_intervals(monkeypatch):
 
 
 def test_an_evaluation_without_a_target_has_no_loss_and_is_never_best(run, tmp_path, monkeypatch):
-    def batches(data, *how):
+    def batches(found, data, *how):
         evaluations.append(data)
-        for batch in plain(data, *how):
+        for batch in found:
             nothing = torch.full_like(batch.targets, -100)
             yield batch._replace(targets=nothing) if len(evaluations) == 1 else batch
 
-    evaluations, plain = [], train.eval_batches
-    monkeypatch.setattr(train, "eval_batches", batches)
+    evaluations = []
+    change(train, "eval_batches", batches, monkeypatch.setattr)
     told = run("--eval_interval", 4, "--out_dir", "r", ranks=2)
     assert told.count("validation without a target") == 1
     assert list(column(tmp_path / "r", "val/loss")) == [8, 12]
@@ -664,16 +664,12 @@ def test_full_measures_norms_updates_and_entropy(run, tmp_path):
 
 
 def test_a_non_finite_loss_on_one_rank_is_skipped_and_reported(run, tmp_path, monkeypatch):
-    plain = train.Transformer.forward
+    def forward(losses, self, *batch):
+        bad = self.training and next(calls) in (5, 6) and os.environ["RANK"] == "1"
+        return losses * math.nan if bad else losses
+
     calls = iter(range(10**9))
-
-    def forward(self, *batch):
-        losses = plain(self, *batch)
-        if self.training and next(calls) in (5, 6) and os.environ["RANK"] == "1":
-            losses = losses * math.nan
-        return losses
-
-    monkeypatch.setattr(train.Transformer, "forward", forward)
+    change(train.Transformer, "forward", forward, monkeypatch.setattr)
     output = run("--out_dir", "r", "--log_interval", 4, "--micro_batch_size", 4, ranks=2)
     (row,) = [row for row in rows(tmp_path / "r") if "anomaly" in row]
     assert row["step"] == 6 and row["anomaly"] == "not finite" and row["rank"] == 1
@@ -685,13 +681,8 @@ def test_a_non_finite_loss_on_one_rank_is_skipped_and_reported(run, tmp_path, mo
 
 
 def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, tool):
-    plain = data.Mixture.batch
-
-    def batch(self, start, stop):
-        found = plain(self, start, stop)
-        return data.Batch(torch.randint_like(found[0].int(), 257)) if start == 8 * 60 else found
-
-    monkeypatch.setattr(data.Mixture, "batch", batch)
+    change(data.Mixture, "batch", lambda found, _, start, stop: data.Batch(torch.randint_like(
+        found[0].int(), 257)) if start == 8 * 60 else found, monkeypatch.setattr)
     monkeypatch.setattr(trends, "WINDOW", 30)
     output = run("--max_steps", 80, "--log_interval", 20, "--out_dir", "r", "--optimizer", "adamw",
                  "--learning_rate", 3e-3)
