@@ -59,8 +59,6 @@ def refused(run, tmp_path):
     ("--device tpu", "--device: invalid choice: 'tpu' (choose from"),
     pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(
         torch.cuda.is_available(), reason="there is a GPU")),
-    ("--preset debg", "debug"),
-    ("--model gpt5", "gpt2-124m"),
     ("--micro_batch_size ²", "micro_batch_size ²: expected a number"),
     ("--micro_batch_size 0", "at least 1, or auto"),
     ("--micro_batch_size " + "9" * 5000, "micro_batch_size"),
@@ -366,12 +364,10 @@ def test_a_screen_without_some_characters(monkeypatch):
 
 @pytest.mark.parametrize("variables, said", [
     ("WORLD_SIZE=two", "WORLD_SIZE=two in the environment: expected a number from 1 to 65535"),
-    ("RANK=-1", "RANK=-1 in the environment: expected"),
     ("RANK=3", "RANK=3 in the environment: expected a number from 0 to 0,"),
     ("TORCHELASTIC_RESTART_COUNT=x", "TORCHELASTIC_RESTART_COUNT=x in the environment: expected"),
     ("WORLD_SIZE=2", "WORLD_SIZE=2 in the environment, and no MASTER_ADDR"),
     ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=", "and no MASTER_ADDR or no MASTER_PORT;"),
-    ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=x", "MASTER_PORT=x in the environment"),
     ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=99999", "expected a number from 1 to 65535")])
 def test_odd_variables_of_a_cloud(refused, monkeypatch, variables, said):
     for variable in variables.split():

@@ -214,8 +214,6 @@ def test_which_files_are_found(tmp_path, monkeypatch):
     file, other = folder / "val.bin", token_folder(tmp_path) / "val.bin"
     assert found(file, other) == [(str(file), file), (str(other), other)]  # told apart
     for paths, words in (([tmp_path], ".*: no val.bin"), ([tmp_path / "none"], ".*: no such file"),
-                         ([f"{file}:0.7", other], ".*: give every source a weight"),
-                         ([f"{file}:0.7", f"{file}:0.3"], ".*: names a source twice"),
                          ([".", "~/fineweb-1.5b"], ".*: names a source twice")):
         with pytest.raises(ConfigError, match=f"--val_data {words}"):
             found(*paths, split="val", option="--val_data")
