@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, after, assert_same_end, column, free_port, in_clone, poison, tiny_config
-from test_readme import HACKING, RECIPES, WITH_PAIRS, apply, blocks, copy_files
+from test_readme import HACKING, RECIPES, WITH_PAIRS, apply, blocks, copy_files, run_in
 
 import model
 from steady.checkpoints.checkpoint import Checkpoint
@@ -124,17 +124,14 @@ def fork(name: str, clone: Path) -> tuple[int, int]:
     return sum(changed.values()), len(changed)
 
 
-def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = "") -> int:
-    """The exit code of train.py in `clone`; kill_at: the name that a file is about to get then."""
+def go(clone: Path, corpus: Path, out: str, *flags, kill_at: str = ""):
+    """Run train.py in `clone`; kill_at: as a file is about to get this name."""
     def audit(event: str, args):
         if kill_at and event == "os.rename" and str(args[1]).endswith(kill_at):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    process = in_clone(clone, [*FLAGS, "--data", corpus, "--out_dir", out, *flags],
-                       lambda: sys.addaudithook(audit))
-    code = process.code()
-    assert code in (0, -9), process.text()
-    return code
+    run_in(clone, *FLAGS, "--data", corpus, "--out_dir", out, *flags, expect=-9 if kill_at else 0,
+           before=lambda: sys.addaudithook(audit))
 
 
 def changed(name: str, monkeypatch, file: str = "model.py") -> types.ModuleType:
@@ -215,7 +212,7 @@ SUMS = [dict(prompt=f"{a} + {b} = ", chosen=f"{a + b}\n", rejected=f"{a} or {b},
 def preferences(clone: Path, corpus: Path) -> list:
     """Make a base model, and pairs as the page says; the flags to train with both."""
     flags = ["--seq_len", 64, "--learning_rate", 3e-3]
-    assert go(clone, corpus, "sft", *flags) == 0
+    go(clone, corpus, "sft", *flags)
     assert generate.main(["export", str(clone / "sft"), str(clone / "base")]) == 0
     code, command = blocks(HACKING.split(f"## {WITH_PAIRS}")[1], "python", "bash")[:2]
     with pytest.MonkeyPatch.context() as patch:
@@ -241,7 +238,7 @@ def test_preference_tuning_is_dpo(tmp_path, corpus, monkeypatch):
     flags = [*FLAGS, *preferences(clone, corpus), "--eval_steps", 0, "--log_interval", 1,
              "--max_steps", 12, "--save_interval", 0]
     fork("preference tuning", clone)
-    assert go(clone, corpus, "one", *flags) == 0
+    go(clone, corpus, "one", *flags)
     assert two_ranks(clone, [*flags, "--micro_batch_size", 2, "--out_dir", "two"]) == [0, 0]
     one, two = (column(clone / out, "train/loss") for out in ("one", "two"))
     assert one[1] == pytest.approx(math.log(2), abs=1e-6) and two == pytest.approx(one, rel=1e-3)
@@ -278,8 +275,8 @@ def test_a_fork_without_tools_but_with_names_of_our_adapters_resumes(tmp_path, c
     return model
 '''
     apply([("train.py", "    return model\n", adapted)], clone)
-    assert go(clone, corpus, "r", "--max_steps", 10, "--optimizer", "adamw") == 0
-    assert go(clone, corpus, "r", "--max_steps", 20, "--auto_resume") == 0
+    go(clone, corpus, "r", "--max_steps", 10, "--optimizer", "adamw")
+    go(clone, corpus, "r", "--max_steps", 20, "--auto_resume")
     assert max(column(clone / "r", "train/loss")) == 20
     assert "head.weight" in Checkpoint(clone / "r/checkpoints/step_00000020.pt").state()["model"]
 
@@ -338,34 +335,28 @@ def test_a_fork_trains_and_resumes_bit_for_bit(tmp_path, corpus, name):
     clone = copy_files(tmp_path / "clone")
     flags = preferences(clone, corpus) if name == "preference tuning" else []
     if name == "distillation":
-        assert go(clone, corpus, "teacher") == 0
+        go(clone, corpus, "teacher")
     fork(name, clone)
-    assert go(clone, corpus, "whole", *flags) == 0
-    assert go(clone, corpus, "killed", *flags, kill_at="step_00000020.pt") == -9
-    assert go(clone, corpus, "killed", *flags, "--auto_resume") == 0
+    go(clone, corpus, "whole", *flags)
+    go(clone, corpus, "killed", *flags, kill_at="step_00000020.pt")
+    go(clone, corpus, "killed", *flags, "--auto_resume")
     assert_same_end(clone / "whole", clone / "killed", step=30)
 
 
-def unwatched(clone: Path, *flags, before=lambda: None) -> str:
-    """What train.py prints without the monitor: the guard does not hang on it."""
-    process = in_clone(clone, [*GUARDED, *flags], before)
-    assert process.code() == 0, process.text()
-    return process.text()
-
-
 def test_without_the_monitor_it_trains_saves_and_resumes(tmp_path, run, corpus):
+    """Nor does the guard hang on it."""
     clone = copy_files(tmp_path / "clone")
     fork("no monitor", clone)
     assert "monitor" not in (clone / "train.py").read_text()
     flags = ["--data", corpus, "--out_dir", "bare", "--json"]
-    told = json.loads(unwatched(clone, *flags).splitlines()[-1])
+    told = json.loads(run_in(clone, *GUARDED, *flags).splitlines()[-1])
     assert told["train_loss"] is None and told["checkpoint"].endswith("step_00000012.pt")
-    assert " values same" in unwatched(clone, "--data", corpus, "--verify_resume", 3)
+    assert " values same" in run_in(clone, *GUARDED, "--data", corpus, "--verify_resume", 3)
     run(*GUARDED, "--out_dir", clone / "watched")
     assert_same_end(clone / "bare", clone / "watched")
 
     flags = ["--data", corpus, "--out_dir", "r", "--on_nonfinite", "rollback", "--log_interval", 1]
-    told = unwatched(clone, *flags, before=lambda: poison(40, 56))  # of steps 6 and 7
+    told = run_in(clone, *GUARDED, *flags, before=lambda: poison(40, 56))  # of steps 6 and 7
     assert "; rolled back to " in told
     end = Checkpoint(clone / "r/checkpoints/step_00000012.pt").state()
     assert all(tensor.isfinite().all() for tensor in end["model"].values())

@@ -194,10 +194,16 @@ def apply(pieces: list[tuple[str, str, str]], clone: Path):
         (clone / file).write_text(text.replace(old, new))
 
 
+def run_in(clone: Path, *flags, before=lambda: None, expect=0) -> str:
+    """What train.py prints in a copy of the repository, with TINY and without samples."""
+    process = in_clone(clone, [*TINY, "--sample_interval", 0, *flags], before)
+    assert process.code() == expect, process.text()
+    return process.text()
+
+
 def train_in(clone: Path, corpus: Path, out: str = "r", *flags: str) -> dict[int, float]:
-    process = in_clone(clone, [*TINY, "--log_interval", 1, "--data", corpus, "--out_dir", out,
-                               "--sample_interval", 0, "--save_interval", 6, *flags])
-    assert process.code() == 0, process.text()
+    run_in(clone, "--log_interval", 1, "--data", corpus, "--out_dir", out, "--save_interval", 6,
+           *flags)
     return column(clone / out, "train/loss")
 
 
