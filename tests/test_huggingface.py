@@ -217,7 +217,6 @@ def test_what_is_exported_comes_back_bit_for_bit(run, tmp_path, tool, flags):
 
 def test_transformers_loads_what_is_exported(trained, tmp_path):
     assert generation.main(["export", "r", "out"]) == 0
-    assert len({p.stat().st_mode for p in (tmp_path / "out").iterdir()}) == 1
     theirs, tokenizer = (kind.from_pretrained(tmp_path / "out")
                          for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert type(theirs).__name__ == "Qwen3ForCausalLM"
