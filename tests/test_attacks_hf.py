@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import raising, saved
+from conftest import change, raising, saved
 from safetensors.torch import load_file, save_file
 from test_huggingface import FAMILIES, ours_of, save_random, small, tune
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -106,13 +106,9 @@ def test_sequences_longer_than_a_sliding_window(tmp_path):
 @pytest.fixture
 def write(tool, monkeypatch):
     """write(*flags) → token ids, standard output, standard error of `model.py generate`."""
-    plain, returned = generation.generate, []
-
-    def record(*arguments, **how):
-        returned.append(plain(*arguments, **how))
-        return returned[-1]
-
-    monkeypatch.setattr(generation, "generate", record)
+    returned = []
+    change(generation, "generate", lambda found, *_: returned.append(found) or found,
+           monkeypatch.setattr)
 
     def write(*flags):
         printed = tool(generation.main, "generate", *flags)

