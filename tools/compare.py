@@ -138,7 +138,7 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
 
 def key_of(code: Path, cfg, evaluated: dict, *data) -> str:
     """A hash of code, options, model, data, torch, device. Raises ConfigError without git."""
-    files = sorted(git("ls-files", "-coz", "--exclude-standard", "*.py", at=code).split("\0"))
+    files = sorted(git("ls-files", "-cozx", "site-packages", "*.py", at=code).split("\0"))
     files += [str(folders(cfg.init_from)[-1].resolve() / "config.json")] if cfg.init_from else []
     texts = [(name, path.read_bytes()) for name in files if (path := code / name).is_file()]
     facts = (texts, cfg, cfg.init_from and fingerprint(cfg.init_from), torch.__version__,
