@@ -189,8 +189,8 @@ class Mixture(Samples):
         return int(self.per_sample("lengths", *self.order(start, start + n)).sum())
 
     def typical_length(self) -> float:
-        lengths = np.concatenate([d.document_lengths for d in self.datasets]).astype(float)
-        return float((lengths**2).sum() / lengths.sum())
+        of = [(d.document_lengths, float(d.weights[0] / d.n_samples)) for d in self.datasets]
+        return sum(w * (n**2).sum() for n, w in of) / sum(w * n.sum() for n, w in of)
 
     def batch(self, start: int, stop: int) -> Batch:
         """As Samples.batch, with ids of 2 or 4 bytes. Raises ConfigError if an id is too large."""

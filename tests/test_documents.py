@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import column, rows, samples_seen, saved, tiny_config
 
 import data
@@ -57,8 +56,8 @@ def folder(tmp_path_factory):
     return write_documents(folder, conversations(300))
 
 
-def mixture(folder, seed=1, **how):
-    return load_mixture([folder], "train", SEQ_LEN, seed, **how)
+def mixture(*folders, seed=1, **how):
+    return load_mixture([*folders], "train", SEQ_LEN, seed, **how)
 
 
 def model(**changes):
@@ -81,7 +80,7 @@ def alone(net, documents):
         ids, mask = torch.tensor([ids[: SEQ_LEN + 1]]), torch.tensor(mask[1 : SEQ_LEN + 1])
         if ids.shape[1] > 1:
             logits = net.head(net.hidden(ids[:, :-1]))[0]
-            losses = F.cross_entropy(logits, ids[0, 1:], reduction="none")
+            losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
             yield (losses * mask).sum().item(), mask.sum().item()
 
 
@@ -164,7 +163,7 @@ def test_a_step_has_the_same_tokens_on_any_ranks(folder, how, world_size, micro_
         assert found.count_tokens(start, 16) == real <= sum(b.tokens.numel() for b in batches)
 
 
-def test_what_is_said_of_documents_is_what_they_are(folder):
+def test_what_is_said_of_documents_is_what_they_are(folder, tmp_path):
     documents = [(ids, mask[1 : SEQ_LEN + 1]) for ids, mask in conversations(300) if len(ids) > 1]
     lengths = np.array([min(len(ids) - 1, SEQ_LEN) for ids, _ in documents])
     cut = sum(len(ids) > SEQ_LEN + 1 for ids, _ in documents)
@@ -174,9 +173,10 @@ def test_what_is_said_of_documents_is_what_they_are(folder):
     assert f", {len(documents)} documents" in told and f"({empty} without a response)" in told
     lost = 1 - lengths.sum() / sum(len(ids) - 1 for ids, _ in documents)
     assert f"({cut} longer than --seq_len are cut: {lost:.1%} of the tokens)" in told
-    for packing in (False, True):  # the length of the document of a token, in the mean
-        length = mixture(folder, mode="packed" if packing else "auto").typical_length()
-        assert length == pytest.approx((lengths**2).sum() / lengths.sum())
+    short = write_documents(tmp_path, [([1, 2, 3], [0, 1, 1])])
+    for mode, n in (("documents", len(documents)), ("packed", 225)):  # n samples
+        length = mixture(f"{folder}:1", f"{short}:3", mode=mode).typical_length()  # of a token
+        assert length == pytest.approx(((lengths**2).sum() + 12 * n) / (lengths.sum() + 6 * n))
 
 
 @pytest.mark.parametrize("mode", ["documents", "packed"])
