@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from families import CALL, CHATS, FAMILIES, LLAMA3, chat, make_tokenizer, tokenizer_of
 from test_prepare import command, made, read, write_jsonl
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from steady.options import ConfigError
 from tools import prepare
@@ -25,6 +26,13 @@ THOUGHTLESS = (  # as DeepSeek's: a prompt begins a thought, and replies are wri
     "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments }}"
     "{% endfor %}{{ m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
     "{{ '<A><think>\n' if add_generation_prompt }}")
+OWN = dict(deepseek=THOUGHTLESS, marked=(
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}{% else %}"
+    "{% generation %}{{ m.content + '\n' }}{% endgeneration %}{% endif %}{% endfor %}"),
+    calls=("{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}{% else %}"
+           "{{ '<A>' }}{% generation %}{{ m.content }}{% endgeneration %}"
+           "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+           "{% endif %}{% endfor %}{{ '<A>' if add_generation_prompt }}"))
 
 
 def documents(tokenizer, *records, as_json=False) -> list[tuple[list[int], list[int]]]:
@@ -152,6 +160,11 @@ def test_tool_calls_come_in_several_forms():
     ("deepseek", TALK, ["<U>Hello<A>[Hi.</s>]<U>And?<A>[Bye.</s>]"]),
     ("qwen3", TALK[:2], ["<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
                          "[<think>\n\n</think>\n\nHi.<|im_end|>]"]),
+    # marks, and a tokenizer without a token for the line end after a reply
+    ("marked", TALK, ["<U>Hello[Hi.]<U>And?[Bye.</s>]"]),
+    # marks around nothing
+    ("calls", [TALK[0], dict(role="assistant", content="", tool_calls=[dict(
+        function=dict(name="f"))])], ["<U>Hello<A>[f</s>]"]),
     # what answers nobody, and what nobody answers
     ("deepseek", chat("assistant: Hi.", "user: ", "assistant: A"), ["<A>Hi.</s><U><A>[A</s>]"]),
     ("deepseek", chat("user: >", "assistant: Hi.", "user: And?"), ["<U>><A>[Hi.</s>]<U>And?</s>"]),
@@ -160,9 +173,14 @@ def test_tool_calls_come_in_several_forms():
         "<s>[INST] Be brief.\n\nHello[/INST][ Hi.</s>]",
         "<s>[INST] Hello[/INST] Hi.</s>[INST] Be brief.\n\nAnd?[/INST][ Bye\n\nnow.</s>]"])])
 def test_what_counts_where_templates_write_turns_anew(family, messages, expected):
-    own = make_tokenizer(THOUGHTLESS, ["<U>", "<A>", "<T>"], None, "</s>")
-    tokenizer = own if family == "deepseek" else tokenizer_of(family)
+    own = make_tokenizer(OWN.get(family), ["<U>", "<A>", "<T>"], None, "</s>")
+    tokenizer = own if family in OWN else tokenizer_of(family)
+    if family == "marked":
+        tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
     assert shown(tokenizer, dict(messages=messages)) == expected
+    if family in OWN:  # a template beside the messages, as well
+        kwargs, tokenizer.chat_template = dict(chat_template=OWN[family]), OWN["marked"]
+        assert shown(tokenizer, dict(messages=messages, chat_template_kwargs=kwargs)) == expected
 
 
 @pytest.mark.parametrize("record, words", [

@@ -5,7 +5,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
 
 from steady.options import ConfigError
 from tools.read import without_none
@@ -188,19 +187,20 @@ def end_of_turn(tokenizer) -> int | None:
 
 
 def marked(tokenizer, messages, given, whole: str) -> list[Part] | None:
-    """Parts by the template's {% generation %} marks; None without marks."""
-    if not MARKED.search(tokenizer.get_chat_template(tools=given["tools"])):
+    """Parts by the {% generation %} marks (transformers' mask of tokens may run on), or None."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+    template = given.get("chat_template") or tokenizer.get_chat_template(tools=given["tools"])
+    if not MARKED.search(template):
         return None
-    encoded = tokenizer.apply_chat_template(
-        messages, **given, return_dict=True, return_assistant_tokens_mask=True,
-        tokenizer_kwargs=dict(return_offsets_mapping=True))
-    mask, offsets = encoded["assistant_masks"], encoded["offset_mapping"]
-    parts, done = [], 0
-    for counted, tokens in groupby(zip(mask, offsets, strict=True), key=lambda pair: pair[0]):
-        *_, (_, (_, end)) = tokens
-        parts.append((whole[done:end], bool(counted)))
+    _, [spans] = render_jinja_template(**tokenizer.special_tokens_map | given | dict(
+        conversations=[messages], chat_template=template, return_assistant_tokens_mask=True))
+    encoded, parts, done = tokenizer(whole, add_special_tokens=False), [], 0
+    for begin, end in ((begin, end) for begin, end in spans if begin < end):
+        if (token := encoded.char_to_token(begin)) is not None:  # it may begin in the prompt
+            begin = max(done, encoded.token_to_chars(token).start)
+        parts += [(whole[done:begin], False), (whole[begin:end], True)]
         done = end
-    return [*parts, (whole[done:], False)] if any(mask) else None
+    return [*parts, (whole[done:], False)] if parts else None
 
 
 def reply_of(tokenizer, messages: list[dict], i: int, given: dict) -> tuple[str, str]:
