@@ -407,6 +407,23 @@ def test_the_lock_of_a_directory_that_is_moved_away_is_none(run, tmp_path, monke
         run_dir.acquire_lock(tmp_path / "r")
 
 
+def test_a_run_that_was_moved_saves_nothing_among_the_next_ones_checkpoints(run, tmp_path,
+                                                                            monkeypatch):
+    run(*FLAGS, "--out_dir", "next", "--max_steps", 4)
+    others = contents(tmp_path / "next")
+
+    def move(run):
+        if run.progress.step == 6:
+            run.dir.writer.wait()
+            os.rename("r", "moved")
+            os.rename("next", "r")
+
+    after_updates(move, monkeypatch.setattr)
+    told = run(*FLAGS, "--out_dir", "r", "--save_interval", 3, expect=1)
+    assert "another run has begun here, after this one's folder was moved away" in told
+    assert contents(tmp_path / "r") == others and steps(tmp_path / "moved") == [3]
+
+
 def test_a_run_that_began_and_ended_meanwhile_is_kept(run, start, tmp_path, monkeypatch):
     """While the second builds its model, the directory is not locked."""
     plain = train.make_optimizers

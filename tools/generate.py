@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from config import Config
 from model import Transformer, generate
-from steady.checkpoints.checkpoint import Checkpoint, averaged, find_checkpoint
+from steady.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from steady.checkpoints.disk import disk_error
 from steady.guard.process import run_command
 from steady.models import foreign, huggingface, lora
@@ -302,7 +302,8 @@ def open_checkpoint(source: Path, trust_remote_code: bool) -> tuple[Checkpoint, 
     """(the verified checkpoint of a run or a file, its state, its options). Raises ConfigError."""
     if not (checkpoint := find_checkpoint(source)):
         raise ConfigError(f"{source}: expected a run, as runs/001, or one of its checkpoints")
-    state, known = averaged(checkpoint.state()), Config.__dataclass_fields__
+    state, known = checkpoint.state(), Config.__dataclass_fields__
+    state["model"] |= state.get("ema", {})  # with --ema, the averages replace the weights
     cfg = Config(**{name: value for name, value in state["config"].items() if name in known})
     return checkpoint, state, replace(cfg, trust_remote_code=trust_remote_code)
 

@@ -65,8 +65,7 @@ def print_reports(argv: list[str]):
             raise ConfigError(f"--html {args.html}: {e.strerror}") from e
     if args.json:
         text = json.dumps(reports, default=Finding.row)
-        finite = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN
-        print(json.dumps(finite, indent=1))
+        print(json.dumps(json.loads(text, parse_constant=lambda name: None), indent=1))  # no NaN
     else:
         for r in reports:
             print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")

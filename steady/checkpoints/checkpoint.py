@@ -209,11 +209,6 @@ def join(states: list[dict], rows=lambda n: slice(n), copy: bool = False) -> dic
                         for name in ("model", "ema", "optimizers")}
 
 
-def averaged(state: dict) -> dict:
-    """The state for use elsewhere: with --ema, the averages replace the weights."""
-    return state | {"model": state["model"] | state.get("ema", {})}
-
-
 # --- the checkpoints of a run ----------------------------------------------------------------
 
 

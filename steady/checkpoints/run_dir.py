@@ -177,12 +177,13 @@ def open_run_dir(run):
     """
     own, ranks, shards = run.dir, run.ranks, run.ranks.shards
     best = begin(run) if ranks.rank == 0 else None
-    own.path, best, number = ranks.broadcast((own.path, best, secrets.randbelow(10**9)))
+    own.path, best, number, name = ranks.broadcast(
+        (own.path, best, secrets.randbelow(10**9), run_id(own.path)))
     run.progress.best_loss, run.progress.best_step = best
     checkpoints.require_shared(own.path)
     if ranks.rank < shards.size:
         own.writer = Writer(own.path / "checkpoints", run.cfg.keep_checkpoints, own.backup,
-                            ranks.rank, shards.size, shards.group, number)
+                            ranks.rank, shards.size, shards.group, number, name)
 
 
 def begin(run) -> tuple[float, int]:

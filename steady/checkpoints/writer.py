@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from steady.checkpoints.backup import id_in
 from steady.checkpoints.checkpoint import Checkpoint, part_names, rotate, tree_map, write_checkpoint
 from steady.checkpoints.disk import SHARED, delete, disk_error, put_in_place, retry
 from steady.options import Failed
@@ -28,8 +29,8 @@ class Writer:
     """
 
     def __init__(self, folder: Path, keep: int, backup=None, rank: int = 0, size: int = 1,
-                 group=None, number: int = 1):
-        self.folder, self.keep, self.backup = folder, keep, backup
+                 group=None, number: int = 1, run_id: str | None = None):
+        self.folder, self.keep, self.backup, self.run_id = folder, keep, backup, run_id
         self.rank, self.size, self.group, self.number = rank, size, group, number
         self.hurry = False  # after an error
         self.buffers, self.step = {}, 0
@@ -94,6 +95,9 @@ class Writer:
             if not state.pop("weights_norm").isfinite():
                 print(f"warning: step {step}: the weights are not finite; not saved", flush=True)
                 return
+            file = self.folder.with_name("config.yaml")
+            if file.exists() and id_in(retry(file.read_bytes)) not in ("", self.run_id):
+                raise OSError("another run has begun here, after this one's folder was moved away")
             self.folder.mkdir(exist_ok=True)
             self.write_files(checkpoint.path, step, state)
             if self.rank == 0:
