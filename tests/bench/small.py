@@ -3,7 +3,8 @@
     python -m tests.bench small --nanogpt DIR --nanochat DIR
 
 nanoGPT's CPU recipe for characters and train.py, on the same token file, in turns: the median step
-as each logs it, with its batches, its logging and its optimizer. nanochat's step as in `training`.
+as each logs it, with its batches, its logging and its optimizer. The steps of transformers' Qwen2
+and of nanochat as in `training`.
 """
 
 import pickle
@@ -13,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from tests.bench.common import Figure, apart, compare, in_turns, logged_step_ms, take_turns
-from tests.bench.training import nanochat, steady
+from tests.bench.training import nanochat, qwen2, steady
 
 FLAGS = ["--n_layer", "4", "--n_head", "4", "--n_kv_head", "4", "--d_model", "128", "--d_ff", "336",
          "--no_qk_norm", "--tie_embeddings", "--seq_len", "64", "--batch_size", "12",
@@ -89,12 +91,15 @@ def main(options) -> list[Figure]:
     shape = "4 layers, width 128, 12 x 64: ms/step"
     figures = [compare(f"{shape}, {kind}", "nanoGPT", ms[kind], ms["nanogpt"], "{:.1f} ms", aim)
                for kind, (_, aim) in KINDS.items() if options.nanogpt]
-    kinds = {"muon": "--no_compile", "muon, compiled": "--compile"}
-    for kind, switch in kinds.items() if options.nanochat and not options.quick else ():
-        flags = [*FLAGS, "--vocab_size", str(vocab_size), "--optimizer", "muon", switch]
-        programs = {"ours": (steady, flags), "nanochat": (nanochat, flags, options.nanochat)}
+    peers = {"transformers' Qwen2": ("adamw", "<= 0.75", qwen2)}
+    if options.nanochat:
+        peers["nanochat"] = ("muon", "<= 0.87", nanochat, options.nanochat)
+    hows = {} if options.quick else {"": "--no_compile", ", compiled": "--compile"}
+    for (peer, (kind, aim, make, *more)), how in product(peers.items(), hows):
+        flags = [*FLAGS, "--vocab_size", str(vocab_size), "--optimizer", kind, hows[how]]
+        programs = {"ours": (steady, flags), peer: (make, flags, *more)}
         found = take_turns(programs, rounds, steps, warm_up=20)
         ms = {name: [1e3 * s for s in each] for name, each in found.items()}
-        figures.append(compare(f"{shape}, {kind}", "nanochat", ms["ours"], ms["nanochat"],
-                               "{:.1f} ms", "<= 0.87"))
+        figures.append(compare(f"{shape}, {kind}{how}", peer, ms["ours"], ms[peer], "{:.1f} ms",
+                               aim))
     return figures
