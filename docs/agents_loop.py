@@ -32,7 +32,7 @@ def judge(patch: str, minutes: float, flags: list[str]) -> str:
         git("commit", "-m", patch)
         change = git("rev-parse", "HEAD").strip()
     except subprocess.CalledProcessError as e:
-        return f"left out: {e.stderr.strip()}"
+        return f"left out: {(e.stderr or e.stdout).strip()}"
     finally:  # at once: a kill of this loop keeps no patch that is not judged
         git("reset", "--hard", before)
     done = subprocess.run(["timeout", f"{minutes}m", sys.executable, "monitor.py", "compare",
