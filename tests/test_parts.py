@@ -12,7 +12,7 @@ import torch
 from conftest import after, before, column, finished_run, raising
 
 from steady.checkpoints import checkpoint, writer
-from steady.checkpoints.backup import Backup, id_in
+from steady.checkpoints.backup import Backup, run_id
 from steady.checkpoints.checkpoint import Checkpoint, adopt_drafts, latest_valid, list_checkpoints
 from steady.checkpoints.writer import Writer
 from tools import verify
@@ -219,7 +219,7 @@ def test_commands_read_parts(run, copy):
 def test_a_file_takes_the_place_of_parts_and_the_best_parts(copy):
     folder = copy / "checkpoints"
     assert (folder / "best").is_dir()
-    saver = Writer(folder, 3, run_id=id_in((copy / "config.yaml").read_bytes()))
+    saver = Writer(folder, 3, run_id=run_id(copy))
     saver.save(6, dict(format=checkpoint.FORMAT, model={"w": torch.ones(2)}, best_loss=1.0), True)
     saver.wait()
     assert not (folder / "best").exists() and (folder / "best.pt").is_file()

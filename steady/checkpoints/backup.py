@@ -126,6 +126,12 @@ def id_in(config: bytes) -> str:
     return found[1].decode() if found else ""
 
 
+def run_id(run_dir: Path | None) -> str | None:
+    """The run's id from its config.yaml; None if there is none."""
+    config = run_dir and run_dir / "config.yaml"
+    return id_in(config.read_bytes()) if config and config.is_file() else None
+
+
 def download(url: str, to: Path):
     """Download a backup: its newest valid checkpoint, the best, the logs. Raises ConfigError."""
     draft = to / "checkpoints/backup.tmp-0"  # deleted by the next attempt if this one is cut off

@@ -15,7 +15,7 @@ import torch
 
 from steady.checkpoints import checkpoint as checkpoints
 from steady.checkpoints import opening
-from steady.checkpoints.backup import Backup, download, id_in
+from steady.checkpoints.backup import Backup, download, run_id
 from steady.checkpoints.checkpoint import Checkpoint, checkpoint_at, list_checkpoints
 from steady.checkpoints.disk import acquire_lock, atomic_write
 from steady.checkpoints.state import Progress, reconcile_best
@@ -223,12 +223,6 @@ def begin(run) -> tuple[float, int]:
 
 
 # --- its files -------------------------------------------------------------------------------
-
-
-def run_id(run_dir: Path | None) -> str | None:
-    """The run's id from its config.yaml; None if there is none."""
-    config = run_dir and run_dir / "config.yaml"
-    return id_in(config.read_bytes()) if config and config.is_file() else None
 
 
 def provenance() -> dict[str, str]:

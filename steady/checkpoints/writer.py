@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from steady.checkpoints.backup import id_in
+from steady.checkpoints.backup import run_id
 from steady.checkpoints.checkpoint import Checkpoint, part_names, rotate, tree_map, write_checkpoint
 from steady.checkpoints.disk import SHARED, delete, disk_error, put_in_place, retry
 from steady.options import Failed
@@ -95,8 +95,7 @@ class Writer:
             if not state.pop("weights_norm").isfinite():
                 print(f"warning: step {step}: the weights are not finite; not saved", flush=True)
                 return
-            file = self.folder.with_name("config.yaml")
-            if file.exists() and id_in(retry(file.read_bytes)) not in ("", self.run_id):
+            if retry(lambda: run_id(self.folder.parent)) not in ("", None, self.run_id):
                 raise OSError("another run has begun here, after this one's folder was moved away")
             self.folder.mkdir(exist_ok=True)
             self.write_files(checkpoint.path, step, state)
