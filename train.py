@@ -149,7 +149,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     Others cost a sync per step; so does SGD's first, or a skip would leave its momentum undefined.
     """
     shards, cfg = run.ranks.shards, run.cfg
-    shards.move_gradients()
+    shards.move_gradients(run.ddp)
     for optimizer in run.optimizers:
         run.ranks.scaler.unscale_(optimizer)  # a no-op except in fp16
     grads = [p.grad for p in shards.parameters.values() if p.grad is not None]

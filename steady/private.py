@@ -35,6 +35,12 @@ def no_timing(ddp: nn.parallel.DistributedDataParallel):
         ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
 
+def require_reduced(model: nn.Module):
+    """Raise RuntimeError if DDP waits for the gradient of a weight; without this, a step later."""
+    with contextlib.suppress(AttributeError):
+        model._check_reducer_finalized()
+
+
 # --- kernels and compiler --------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from test_huggingface import FINE, save_random, small
 from torch import nn
 
 import config
+import model
 import train
 from model import Transformer
 from steady.checkpoints import writer
@@ -250,7 +251,7 @@ def test_without_a_valid_checkpoint_to_go_back_to_all_ranks_end(start):
 def test_the_scale_of_fp16_is_the_same_on_all_ranks(run):
     """Also where only the rows of one rank overflowed."""
     def hook(rank):
-        def overflow(shards):
+        def overflow(shards, model):
             if rank == 1 and next(steps) == 2:
                 shards.pairs[0][1].grad.fill_(math.inf)
 
@@ -262,6 +263,28 @@ def test_the_scale_of_fp16_is_the_same_on_all_ranks(run):
                hook=hook)
     one, other = torch.tensor([*map(float, re.findall("the scale is (.*)", told))]).view(2, 6)
     assert one.equal(other) and one[2] == one[1] / 2 == one[0] / 2
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_a_step_in_which_ranks_use_different_experts_is_refused(run, tmp_path, way):
+    """DDP has not reduced their gradients; zero3 has added those of one to those of another."""
+    def hook(rank):
+        class Experts(model.FeedForward):
+            def __init__(self, cfg):
+                super().__init__(cfg)
+                self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in "ab")
+
+            def forward(self, x):
+                used = self.experts if step[0] < 3 else [self.experts[rank]]
+                return super().forward(x) + sum(expert(x) for expert in used)
+
+        step, model.FeedForward = [0], Experts
+        before(train, "seed_everything", lambda seed, at, rank: step.append(at) or step.pop(0))
+
+    told = run(*FLAGS, "--parallel", way, "--out_dir", "r", ranks=2, hook=hook, expect=1)
+    assert ("experts.0.weight" in told and "experts.1.weight" in told) == (way == "zero3")
+    newest = list_checkpoints(tmp_path / "r/checkpoints")[-1]
+    assert Checkpoint(newest.path).state()["step"] == 3
 
 
 def test_a_metric_is_the_mean_of_the_ranks_that_log_it(run, tmp_path):

@@ -96,7 +96,7 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
                         loss = model(tokens, tokens, documents).sum()
                     loss.backward()
                     del loss
-                shards.move_gradients()
+                shards.move_gradients(model)
                 shards.norms([p.grad for p in held])
                 for optimizer in optimizers:
                     optimizer.step()

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class Shards:
         self.helpers = world_size if way == "ddp" and rank_and_world()[3] == world_size else 1
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
         self.parameters, self.model, self.whole = {}, None, set()  # see `hold`
+        self.passes, self.gradients = 0, {}  # of a step, if sharded: {weight: number of gradients}
         if way == "ddp" or world_size == 1 or shard_size == 1:
             return
         size, mesh, groups = shard_size or world_size, torch.arange(world_size), [dist.group.WORLD]
@@ -94,6 +96,10 @@ class Shards:
         """
         for unit in units(model):  # the first gathering moves the rows to their final place
             unit.unshard()
+            for name, p in model.named_parameters():
+                if p.requires_grad and local_part(p) is p:
+                    self.gradients[name] = 0
+                    p.register_post_accumulate_grad_hook(partial(self.count, name))
             unit.reshard()
         self.model = model
         self.whole = {name for name, x in model.state_dict().items() if local_part(x) is x}
@@ -139,8 +145,21 @@ class Shards:
 
         return ShardedGradScaler(device_type, process_group=self.group)
 
-    def move_gradients(self):
-        """Move the gradients from the model's parameters to the parts."""
+    def count(self, name: str, _):
+        self.gradients[name] += 1
+
+    def move_gradients(self, model: nn.Module):
+        """Move the gradients of the wrapped model's parameters to the parts.
+
+        Raises RuntimeError if a pass on this rank left a weight out: DDP has then not reduced the
+        gradients, and zero2 and zero3 may have added those of another weight of its shape to it.
+        """
+        private.require_reduced(model)
+        if unused := [name for name, n in self.gradients.items() if n < self.passes]:
+            raise RuntimeError(f"{len(unused)} weights got no gradient in a pass, among them "
+                               f"{unused[0]}: every rank has to use all weights in each pass; "
+                               "multiply by 0 instead of skipping one")
+        self.passes, self.gradients = 0, dict.fromkeys(self.gradients, 0)
         for whole, part in self.pairs:
             if whole.grad is not None:
                 part.grad, whole.grad = whole.grad.to_local(), None
@@ -151,6 +170,7 @@ class Shards:
         ddp reduces the gradients over the ranks in the last one alone. zero2 and zero3 reduce them
         in each, or every rank would hold all of them; zero2 keeps the whole weights in between.
         """
+        self.passes += 1
         if self.way == "zero2" and self.size > 1:
             model.set_reshard_after_backward(last)
         if self.replicas > 1:

@@ -11,7 +11,6 @@ import faulthandler
 import json
 import math
 import os
-import socket
 import threading
 import time
 import traceback
@@ -112,7 +111,7 @@ class Watchdog:
         slow = (not self.progress or step <= self.first_step or phase in OUTSIDE_PHASES
                 or any(module in SLOW for module, _ in stack))
         in_collective = any(module.startswith("torch.distributed.") for module, _ in stack[:12])
-        return dict(awake=self.awake, host=socket.gethostname(), step=step, phase=phase,
+        return dict(awake=self.awake, host=os.uname().nodename, step=step, phase=phase,
                     age=self.age, limit=self.seconds * (PATIENT if slow else 1),
                     waits=phase == "waiting" or in_collective, ended=self.ended.is_set(),
                     line=next((line for _, line in stack if line), ""))
