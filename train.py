@@ -240,10 +240,10 @@ def evaluate(run: "Run") -> float | None:
     run.model.eval()
     means, n = Means(data, ranks), eval_samples(cfg, data)
     for of in ("", "_ema") if run.ema else ("",):
-        batches = eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
-                               ranks.device)
+        torch.manual_seed(ranks.rank)  # a loss that draws numbers draws the same each time
         with run.ema.in_place(run) if of else contextlib.nullcontext():
-            for batch in batches:
+            for batch in eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
+                                      ranks.device):
                 if ranks.stop.asked(together=True):
                     break
                 run.monitor.phase("evaluation")  # a sign of progress

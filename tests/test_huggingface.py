@@ -333,7 +333,8 @@ def test_other_architectures_train_through_transformers(tmp_path, tune):
         assert "not with a gpt2 trained" in tune(*flags, *more, expect=2)
 
 
-def test_eval_only(tmp_path, tune, run, corpus, other_validation):
+def test_eval_only(tmp_path, tune, run, corpus, other_validation, monkeypatch):
+    monkeypatch.setattr(torch.nn.Dropout, "forward", lambda _, x: torch.dropout(x, 0.1, True))
     save_random(tmp_path / "m", FAMILIES["llama"]())
     tune("--init_from", tmp_path / "m", "--out_dir", "r", "--learning_rate", 1e-3)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "r").rglob("*")}
