@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import column, largest_file
+from conftest import change, column, largest_file
 from safetensors.torch import load_file, save_file
 from test_huggingface import FAMILIES, relative, save_random, small, tokens, tune
 from transformers import AutoModelForCausalLM
@@ -124,12 +124,10 @@ def test_what_has_no_adapter_is_told(tmp_path, tune, tool, monkeypatch):
     assert "M trained; no adapters in 0.05 M outside linear layers" in told  # 2 x 4 x 3 x 32 x 64
     tune("--init_from", "m", "--max_steps", 2, "--out_dir", "full")
     told = tool(generation.main, "export", "full", "out", "--adapter", expect=2).err
-    assert "trained without --lora_rank" in told
-    assert not (tmp_path / "out").exists()
+    assert "trained without --lora_rank" in told and not (tmp_path / "out").exists()
     told = tune("--resume", "full/checkpoints/step_00000002.pt", *LORA[2:], expect=2)
     assert "lora_rank 0 -> 4" in told
-    made = train.make_model  # by a fork that trains all weights beside the adapters
-    monkeypatch.setattr(train, "make_model", lambda *args: made(*args).requires_grad_(True))
+    change(train, "make_model", lambda net, *_: net.requires_grad_(True), monkeypatch.setattr)
     assert "--lora_rank: checkpoints would lack the other weights" in tune(*LORA, expect=2)
 
 
@@ -144,6 +142,8 @@ def test_unusual_adapters_are_refused(tmp_path):
         base_model_name_or_path=str(tmp_path), init_lora_weights=True, revision="main")))
     with pytest.raises(ConfigError, match="an adapter whose base is itself"):
         huggingface.folders(str(tmp_path))
+    with pytest.raises(ConfigError, match="with q.lora.m: only A and B"):  # of a fork: DoRA
+        lora.pairs_of({"q.lora.A": 0, "q.lora.m": 0}, {}, Config())
     weights, shards = {"q.weight": torch.zeros(64, 64)}, Shards()
     for shapes, words in (({"q.lora_A": (8, 64)}, "adapter of q is"),
                           ({"q.lora_A": ()}, "adapter of q is"),

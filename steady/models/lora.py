@@ -103,11 +103,12 @@ def find_targets(parts: Parts, targets: list[str]) -> set[str]:
 
 
 def pairs_of(state: dict[str, Tensor], parts: Parts, cfg) -> Pairs:
-    """The adapters among the tensors of a checkpoint."""
+    """The adapters among the tensors of a checkpoint. Raises ConfigError if a fork's have more."""
+    if odd := [name for name in state if ".lora." in name and name[-2:] not in (".A", ".B")]:
+        raise ConfigError(f"a changed adapter, with {odd[0]}: only A and B can be merged")
     targets, found = find_targets(parts, cfg.lora_targets), {}
     for name, each in parts.items():
-        mine = [(theirs, len(rows)) for theirs, rows in each if theirs in targets]
-        if mine:
+        if mine := [(theirs, len(rows)) for theirs, rows in each if theirs in targets]:
             a = state[f"{name}.lora.A"].split(cfg.lora_rank)
             b = state[f"{name}.lora.B"].split([n for _, n in mine])
             found |= {theirs: pair for (theirs, _), *pair in zip(mine, a, b, strict=True)}
@@ -117,8 +118,7 @@ def pairs_of(state: dict[str, Tensor], parts: Parts, cfg) -> Pairs:
 @torch.no_grad()
 def merge(tensors: dict[str, Tensor], shards, parts: Parts, pairs: Pairs, scale: float):
     """Add scale * B A to this rank's rows of the weights in `tensors`. Raises ConfigError."""
-    known = {theirs for each in parts.values() for theirs, _ in each}
-    if unknown := pairs.keys() - known:
+    if unknown := pairs.keys() - {theirs for each in parts.values() for theirs, _ in each}:
         raise ConfigError(f"an adapter of {min(unknown)}; expected linear layers of the blocks")
     for ours, each in parts.items():
         weight, held = tensors[f"{ours}.weight"], shards.rows(each[-1][1].stop)
