@@ -51,8 +51,8 @@ def compare_checksums(table: np.ndarray, names: list[str], shards, step: int, ag
     if odd := np.flatnonzero(differs.any(1)).tolist():
         text = (f"step {step}: the weights of {rank_list(odd)} differ from those of other ranks, "
                 f"first in {names[differs.any(0).argmax()]}: after a backward pass beside run.ddp, "
-                "with a buffer that each rank sets by itself, or on a faulty device; they last "
-                f"agreed at step {agreed}")
+                "random numbers in `update`, or a buffer of each rank's own, or on a faulty "
+                f"device; they last agreed at step {agreed}")
         raise ReplicasDiffer(text, agreed if in_doubt else None)
 
 
