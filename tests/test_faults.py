@@ -41,6 +41,7 @@ from conftest import (
     until,
     wait_for,
 )
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 import data
@@ -873,12 +874,11 @@ def test_a_run_goes_on_with_its_own_backup(run, tmp_path, backed_up, monkeypatch
 
 
 def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
-    from fsspec.implementations.local import LocalFileSystem
-
-    after(LocalFileSystem, "put_file", raising(PermissionError(13, "no")), monkeypatch.setattr)
+    after(LocalFileSystem, "put_file", lambda _, file, *to: file.endswith(".pt") and os.stat(""),
+          monkeypatch.setattr)
     output = run("--out_dir", "r", "--backup_to", f"file://{tmp_path}/b", "--save_interval", 4)
     assert "no backup to file://" in output and "step 12/12" in output
-    assert {*os.listdir(tmp_path / "b")} == {"checkpoints", "config.yaml~"}  # the name of a draft
+    assert not os.listdir(tmp_path / "b/checkpoints")  # no half of one
 
 
 def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypatch):

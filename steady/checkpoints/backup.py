@@ -2,10 +2,12 @@
 
 import contextlib
 import re
+import shutil
 import threading
+from itertools import chain
 from pathlib import Path
 
-from steady.checkpoints.checkpoint import PART, Checkpoint, best_checkpoint, list_checkpoints
+from steady.checkpoints.checkpoint import PART, Checkpoint, best_checkpoint
 from steady.checkpoints.disk import delete, put_in_place
 from steady.options import ConfigError
 
@@ -64,7 +66,8 @@ class Backup:
             print(f"warning: stopped before the backup of {self.newest} to {self.url}", flush=True)
 
     def upload(self, checkpoint: Checkpoint):
-        run_dir, folder, held = checkpoint.run_dir, checkpoint.path.parent, {}
+        run_dir, folder = checkpoint.run_dir, checkpoint.path.parent
+        held = folder / "backup.tmp-0"  # links: rotation may delete a file before the URL answers
         try:
             files = {"config.yaml": run_dir / "config.yaml"}  # first: it names the run
             for path in (*run_dir.glob("*"), *run_dir.glob("*/*")):  # next: a step needs its rows
@@ -72,31 +75,27 @@ class Backup:
                     files[log] = path
             if self.owner() not in ("", id_in(files["config.yaml"].read_bytes())):
                 raise ConfigError("it now holds another run; each needs its own URL")
+            (held / "checkpoints").mkdir(parents=True, exist_ok=True)
             for each in filter(None, (best_checkpoint(folder), checkpoint)):
-                name, link = f"checkpoints/{each.path.name}", folder / f"backup.tmp-{len(held)}"
-                each.link_to(link)  # now, or rotation deletes it before the URL answers
-                held[name] = Checkpoint(link)
-                files |= {name + str(file).removeprefix(str(link)): file
-                          for file in held[name].files()}
+                each.link_to(held / "checkpoints" / each.path.name)
+            files |= {str(path.relative_to(held)): path for path in sorted(held.rglob("*.pt"))}
+            kept = {f"checkpoints/{path.name}" for path in (*folder.iterdir(), *held.glob("*/*"))}
             there = self.fs.find("")  # some may have been deleted meanwhile
             for key, file in files.items():
                 if self.sent.get(key) != (changed := file.stat().st_mtime_ns) or key not in there:
                     self.fs.makedirs(str(Path(key).parent), exist_ok=True)
-                    draft = key + "~" * (self.is_disk and "step_" not in key)  # else cut by a kill
+                    draft = "upload~" if self.is_disk else key  # a kill leaves one, used again
                     self.fs.put_file(str(file), draft)
-                    if draft != key:
+                    if self.is_disk:
                         self.fs.mv(draft, key)
                     self.sent[key] = changed
-            kept = {f"checkpoints/{each.path.name}" for each in list_checkpoints(folder)}
             found = remote_checkpoints(self.fs)
-            stray = {file for name in held for file in found.get(name, ())}  # other parts
-            for old in stray - files.keys() | found.keys() - kept - held.keys():
+            of_these = (saved for saved in found.values() if not files.keys().isdisjoint(saved))
+            for old in {*chain(*of_these)} - files.keys() | found.keys() - kept:  # also other parts
                 self.fs.rm(old, recursive=True)
         except Exception as e:
             print(f"warning: no backup to {self.url}, training continues: {e}", flush=True)
-        for link in held.values():
-            with contextlib.suppress(OSError):
-                delete(link.path)
+        shutil.rmtree(held, ignore_errors=True)
 
 
 @contextlib.contextmanager
