@@ -142,6 +142,7 @@ def odd(path, **fields):
     (flip, "its checksum is wrong"), (partial(odd, model=None), "missing or wrong: model"),
     (partial(odd, step="12"), "missing or wrong: step"),
     (partial(odd, step=-12), "missing or wrong: step"), (partial(odd, x=Path()), "holds pathlib"),
+    (lambda path: shutil.copy(path.with_name("step_00000008.pt"), path), "renamed: of step 8"),
     (lambda path: writer.write_checkpoint(path, [1, 2]), "not a checkpoint")])
 def test_a_damaged_checkpoint_is_set_aside(run, copy, finished, damage, why):
     damage(copy / "checkpoints/step_00000012.pt")

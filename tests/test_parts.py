@@ -30,8 +30,7 @@ def finished(corpus, tmp_path_factory) -> Path:
 def test_the_next_older_one_is_taken(run, copy):
     """Where a part is damaged, missing, or of another step; then the best is made again."""
     folder = copy / "checkpoints"
-    part = folder / "step_00000006/rank_1_of_2.pt"
-    part.write_bytes(part.read_bytes()[:-1])
+    os.truncate(folder / "step_00000006/rank_1_of_2.pt", 99)
     Checkpoint(folder / "step_00000003").link_as_best()
     os.replace(folder / "step_00000004/rank_1_of_2.pt", folder / "best/rank_1_of_2.pt")
     told = run("--check_checkpoints", "r", bare=True, expect=1)
@@ -43,18 +42,18 @@ def test_the_next_older_one_is_taken(run, copy):
     part = folder / "step_00000003/rank_1_of_2.pt"  # now of an earlier save of step 3
     torch.save(torch.load(part) | {"evaluated_step": 0}, part)
     assert "step_00000003 at step 3" in run(*FLAGS, "--out_dir", "r", "--auto_resume", ranks=2)
-    assert Checkpoint(folder / "step_00000006").find_damage() is None
+    part = folder / "step_00000006/rank_1_of_2.pt"  # now of another run
+    torch.save(torch.load(part) | {"config": {}}, part)
+    assert Checkpoint(part.parent).find_damage() == "missing or wrong: one config in all parts"
 
 
 def test_a_checkpoint_that_is_deleted_as_it_is_read_has_a_newer_one(copy, monkeypatch):
     """As in a command on a run that goes on with --keep_checkpoints 1."""
-    *older, newest = list_checkpoints(copy / "checkpoints")
-    for each in older:
-        shutil.rmtree(each.path)
-    newer = newest.path.with_name("step_00000008")
-    before(Checkpoint, "find_damage",
-           lambda self: self == newest and newest.path.rename(newer), monkeypatch.setattr)
-    assert latest_valid(copy / "checkpoints", ours=False).path == newer
+    *_, older, newest = list_checkpoints(copy / "checkpoints")
+    hidden = newest.path.rename(copy / "hidden")
+    before(Checkpoint, "find_damage", lambda self: self == older and (
+        shutil.rmtree(older.path), hidden.rename(newest.path)), monkeypatch.setattr)
+    assert latest_valid(copy / "checkpoints", ours=False) == newest
 
 
 def test_a_part_holds_only_the_rows_of_its_rank(finished):

@@ -77,14 +77,17 @@ class Checkpoint:
             for file, wrong in zip(files, pool.map(find_corruption, files), strict=True):
                 if wrong:
                     return wrong if file == self.path else f"{file.name}: {wrong}"
-        state, *others = map(read_checkpoint, files)  # parts of two saves: a backup was cut short
+        state, *others = map(read_checkpoint, files)
         if not all(isinstance(each, dict) for each in (state, *others)):
             return "not a checkpoint"
         if state.get("format") not in (FORMAT, None):
             return None  # `states` refuses it by its version
         odd = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
         odd = odd or [name for name in ("step", "position") if state[name] < 0]
-        odd = odd or ["one step in all parts"] * any(x.get("step") != state["step"] for x in others)
+        odd = odd or [f"one {name} in all parts" for name in ("step", "config")  # of two saves, or
+                      if any(part.get(name) != state[name] for part in others)]  # copied by hand
+        if not odd and (name := NAME.fullmatch(self.path.name)) and int(name[1]) != state["step"]:
+            return f"renamed: of step {state['step']}"
         return f"missing or wrong: {', '.join(odd)}" if odd else None
 
     def states(self) -> list[dict]:
@@ -260,8 +263,7 @@ def latest_valid(folder: Path, ours: bool = True) -> Checkpoint | None:
                   flush=True)
         return checkpoint
     left = [f"{damaged.path.name}: {wrong}" for damaged, wrong in damage.items()]
-    left += [name for name in BEST if (folder / name).exists()]
-    left += sorted(path.name for path in folder.glob(f"*{SET_ASIDE}*"))
+    left += sorted(p.name for p in folder.glob("*") if p.name in BEST or SET_ASIDE in p.name)
     if left:
         raise ConfigError(f"{folder}: no checkpoint is valid ({'; '.join(left)}). Continue from "
                           "the best, or a backup, with --resume, or start afresh with --overwrite")

@@ -130,8 +130,7 @@ def restore_progress(run, state: dict):
     """Continue the counts of the checkpoint; options may decide max_steps anew."""
     cfg, progress = run.cfg, run.progress
     before = dataclasses.replace(progress)  # as set up, or before a rollback
-    for name, value in vars(before).items():
-        setattr(progress, name, state.get(name, value))
+    vars(progress).update((name, state[name]) for name in vars(before).keys() & state.keys())
     changed = [name for name, x in before.evaluated.items() if progress.evaluated.get(name) != x]
     if changed:  # older losses cannot be compared with new ones
         if progress.best_step and before.step == 0 and run.ranks.rank == 0:
