@@ -7,6 +7,7 @@
 import contextlib
 import gc
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -42,8 +43,6 @@ def begin():
 def start(main: str):
     """Import `main`, a "module:function", and end the process with its exit code."""
     begin()
-    import pkgutil
-
     function = pkgutil.resolve_name(main)
     gc.enable()
     leave(function(sys.argv[1:]))
@@ -58,7 +57,8 @@ def stop_with_torchrun(launcher: int):
     """SIGTERM this process once torchrun was killed: it would even join the next launch."""
     while os.getppid() == launcher:
         time.sleep(0.5)
-    os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone; stopping\n".encode())
+    with contextlib.suppress(OSError):  # whoever read the screen may be gone, too
+        os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone; stopping\n".encode())
     os.kill(os.getpid(), signal.SIGTERM)
 
 
