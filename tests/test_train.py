@@ -624,7 +624,7 @@ def test_run_directories(run, tmp_path):
     assert "resume " not in run("--auto_resume", "--max_steps", 2, "--out_dir", "runs/002")
     for path in (tmp_path / "runs/002/checkpoints").iterdir():
         path.unlink()
-    run("--auto_resume", "--out_dir", "runs/002", bare=True)  # starts again: it left no checkpoint
+    assert ", a new run\n" in run("--auto_resume", "--out_dir", "runs/002", bare=True)  # left none
     assert [row["step"] for row in rows(tmp_path / "runs/002") if "train/loss" in row] == [1, 2]
     run("--max_steps", 2)
     assert sorted(os.listdir(tmp_path / "runs")) == ["001", "002", "003"]

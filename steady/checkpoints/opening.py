@@ -65,5 +65,5 @@ def describe(run) -> str:
         f"step    {'at most ' * data.row_lengths_vary}{si(cfg.batch_size * cfg.seq_len)} tokens = "
         f"{cfg.batch_size} x {cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches "
         f"of {ranks.micro_batch}; rate {cfg.learning_rate:.3g}, decay {cfg.weight_decay:.2g}",
-        f"run     {run.dir.path}",
+        f"run     {run.dir.path}" + ", a new run" * (cfg.auto_resume and not run.dir.resumed_from),
         f"resume  {run.dir.resumed_from} at step {progress.step}" * bool(run.dir.resumed_from)]))
