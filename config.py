@@ -143,9 +143,9 @@ class Config:
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices (default: from --depth, --model)",
         at_least=1, at_most=2**24, fixed="trajectory")
-    micro_batch_size: str | None = option(
-        None, "sequences per device and forward pass, with the same result; auto tries powers of "
-        "two on CUDA (default: up to 16,384 tokens; 65,536 with much GPU memory)", metavar="N")
+    micro_batch_size: int | None = option(
+        None, "sequences per device and forward pass, with the same result (default: up to 16,384 "
+        "tokens; 65,536 with much GPU memory)", at_least=1, at_most=2**24)
     optimizer: Literal["adamw", "muon"] | None = option(
         None, "muon: Muon for 2-D block weights, AdamW for the rest (default; --init_from: adamw)")
     learning_rate: float | None = option(

@@ -395,9 +395,8 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     if cfg.eval_only and not (start or cfg.init_from):
         raise ConfigError("--eval_only: there is no checkpoint to evaluate")
     # model, optimizers, state
-    new_model = partial(make_model, cfg, train_data, start, device, dtype, shards)
-    ranks.micro_batch = memory.choose_micro_batch(cfg, ranks, uneven, new_model, varlen)
-    model = new_model()
+    ranks.micro_batch = memory.choose_micro_batch(cfg, ranks, uneven)
+    model = make_model(cfg, train_data, start, device, dtype, shards)
     shards.hold(model)
     if len(lora.kept(shards.parameters, cfg.lora_rank)) < len(shards.parameters):
         raise ConfigError("--lora_rank: checkpoints would lack the other weights that are trained")

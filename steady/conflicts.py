@@ -24,10 +24,6 @@ def refuse_conflicts(cfg):
          f"at most learning_rate {cfg.learning_rate}")
     need(not cfg.max_steps or cfg.warmup_steps <= cfg.max_steps, "warmup_steps",
          f"at most max_steps {cfg.max_steps}; a resume keeps the run's unless you give one")
-    need(re.fullmatch("auto|0*[1-9][0-9]{0,8}", cfg.micro_batch_size or "auto"),
-         "micro_batch_size", "a number of at least 1, or auto")
-    need(cfg.micro_batch_size != "auto" or cfg.parallel == "ddp", "micro_batch_size",
-         "a number: with zero2 and zero3, a rank out of memory would leave the others waiting")
     need(re.fullmatch("auto|[0-9]{1,3}", cfg.num_workers), "num_workers",
          "a number up to 999, or auto")
     names = [*(f.name for f in fields(cfg)), "tokenizer"]

@@ -59,9 +59,7 @@ def refused(run, tmp_path):
     ("--device tpu", "--device: invalid choice: 'tpu' (choose from"),
     pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(
         torch.cuda.is_available(), reason="there is a GPU")),
-    ("--micro_batch_size ²", "micro_batch_size ²: expected a number"),
-    ("--micro_batch_size 0", "at least 1, or auto"),
-    ("--micro_batch_size " + "9" * 5000, "micro_batch_size"),
+    ("--micro_batch_size 0", "at least 1"),
     ("--num_workers ²", "num_workers ²: expected a number"),
     ("--num_workers 1000000", "num_workers 1000000: expected a number"),
     # bounds

@@ -1,9 +1,7 @@
 """Where the options come from, and what is refused before any work is done."""
 
-import contextlib
 import dataclasses
 import re
-from types import SimpleNamespace
 from typing import get_args, get_origin
 
 import pytest
@@ -145,20 +143,6 @@ def test_weights_beyond_memory_are_refused(monkeypatch, device, lora, shards, lo
         memory.refuse_too_large(cfg, torch.device(device), shards)
 
 
-@pytest.mark.parametrize("mode, ranks, expected", [
-    ("stream", 1, 8), ("packed", 2, 4), ("stream", 3, 4), ("stream", 5, 2), ("stream", 10, 1)])
-def test_the_micro_batch_that_fits_is_of_the_largest_share(mode, ranks, expected):
-    """Tried with boundaries where documents are packed."""
-    cfg = parsed("--batch_size", "10", "--n_layer", "1", "--d_model", "8", "--n_head", "1",
-                 "--n_kv_head", "1", "--seq_len", "16", "--vocab_size", "64", "--data_mode", mode)
-    seen, model = [], Transformer(cfg)
-    model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[2] is not None))
-    here = SimpleNamespace(world_size=ranks, autocast=contextlib.nullcontext(),
-                           device=torch.device("cpu"))
-    assert memory.largest_micro_batch(model, cfg, here, varlen=False) == expected
-    assert set(seen) == {mode == "packed"}
-
-
 @pytest.mark.parametrize("model, gigabytes, sequences", [
     ("gpt2-124m", 0, 16), ("gpt2-124m", 16, 16), ("gpt2-124m", 80, 43),
     ("gpt2-124m", 141, 64), ("350m", 141, 38), ("1b", 141, 10), ("7b", 192, 8)])
@@ -240,7 +224,6 @@ def test_depth_sets_shape_and_recipe():
     (["--batch_size", "8", "--micro_batch_size", "1"], 3, 1),
     (["--batch_size", "8", "--micro_batch_size", "4"], 3, 3),  # of at most 3 sequences
     (["--batch_size", "10", "--micro_batch_size", "4"], 2, 3),  # 3 + 2, not 4 + 1
-    (["--batch_size", "10", "--micro_batch_size", "5"], 2, 5),
-    (["--batch_size", "8", "--micro_batch_size", "auto"], 3, 3)])
+    (["--batch_size", "10", "--micro_batch_size", "5"], 2, 5)])
 def test_a_run_that_continues_has_a_micro_batch_for_any_ranks(flags, world_size, expected):
     assert memory.micro_batch_size(parsed(*flags), world_size, uneven=True) == expected

@@ -130,7 +130,7 @@ UNEVEN = [
     (3, 8, ["--parallel", "zero3", "--micro_batch_size", 2]),
     (4, 6, ["--parallel", "zero2", "--shard_size", 2, "--micro_batch_size", 1]),
     (3, 8, ["--micro_batch_size", 1, "--data_mode", "packed"]),
-    (3, 7, ["--micro_batch_size", "auto", "--activation_checkpointing", "full"])]
+    (3, 7, ["--activation_checkpointing", "full"])]
 
 
 @pytest.mark.parametrize("ranks, batch, flags", [
@@ -358,8 +358,6 @@ def test_optimizer_state_without_rows_stays_on_as_many_ranks(run, state, refused
 def test_sizes_that_do_not_divide_are_refused(run):
     told = run("--parallel", "zero3", "--shard_size", 2, "--batch_size", 6, ranks=3, expect=2)
     assert "--shard_size 2: expected a divisor of the 3 processes" in told
-    assert "micro_batch_size auto" in run("--parallel", "zero3", "--micro_batch_size", "auto",
-                                          expect=2)
     told = run("--auto_resume", ranks=3, expect=2)
     assert told.count("\n") == 1
     assert "--batch_size 8: expected a multiple of 3 (3 processes); the nearest is 6 or 9" in told

@@ -39,7 +39,7 @@ def test_each_option_alone_is_tried_against_the_run_as_it_is(tried, tmp_path):
     def ms(cfg, threads):
         if cfg.activation_checkpointing == "none":
             return 25.0
-        return 33.0 if cfg.micro_batch_size == "4" else 50.0 if cfg.compile else 35.0
+        return 33.0 if cfg.micro_batch_size == 4 else 50.0 if cfg.compile else 35.0
 
     found = tried(ms)
     parts = parts_of(found)
@@ -67,7 +67,7 @@ def test_an_option_that_fails_spares_the_others(tried):
     def ms(cfg, threads):
         if cfg.compile:
             raise RuntimeError("no compiler")
-        return 20.0 / int(cfg.micro_batch_size)
+        return 20.0 / cfg.micro_batch_size
 
     parts = parts_of(tried(ms, only=["--compile", "--micro_batch_size 4"]))
     assert parts["--compile"].code == "failed" and "no compiler" in str(parts["--compile"])
@@ -76,10 +76,10 @@ def test_an_option_that_fails_spares_the_others(tried):
 
 def test_threads_and_doubled_micro_batches_are_tried_where_they_fit(tried, tmp_path, monkeypatch):
     cfg, threads = trial.open_run(tmp_path / "run")
-    assert (cfg.batch_size, cfg.micro_batch_size, threads) == (8, "2", torch.get_num_threads())
+    assert (cfg.batch_size, cfg.micro_batch_size, threads) == (8, 2, torch.get_num_threads())
     monkeypatch.setattr(trial, "usable_cores", lambda: 5)
     assert {"OMP_NUM_THREADS=5", "--micro_batch_size 4"} <= trial.options(cfg, threads).keys()
-    cfg.micro_batch_size = "8"
+    cfg.micro_batch_size = 8
     whole = trial.options(cfg, 5)
     assert whole["OMP_NUM_THREADS=1"] == (cfg, 1)
     assert not any(name.startswith("--micro_batch_size") for name in whole)

@@ -39,13 +39,13 @@ def open_run(run_dir: Path) -> tuple[Config, int]:
     cfg = config.resolve(config.parse(["--config", str(run_dir / "config.yaml")]))
     ranks, micro_batch = int(about["ranks"]), int(about["micro_batch"])
     passes = -(-cfg.batch_size // (ranks * micro_batch))
-    cfg = replace(cfg, **SHORT, batch_size=passes * micro_batch, micro_batch_size=str(micro_batch))
+    cfg = replace(cfg, **SHORT, batch_size=passes * micro_batch, micro_batch_size=micro_batch)
     return cfg, int(about["threads"])
 
 
 def options(cfg: Config, threads: int) -> dict[str, tuple[Config, int]]:
     """{option: arguments of `measure` with it}."""
-    device, larger = devices.pick_device(cfg.device, 0), 2 * int(cfg.micro_batch_size)
+    device, larger = devices.pick_device(cfg.device, 0), 2 * cfg.micro_batch_size
     dtype = devices.pick_dtype(cfg.precision, device)
     attention = devices.attention_backend(cfg, device, dtype)
     changes = [("precision", "bf16" if dtype == torch.float32 else "fp32")]
@@ -55,7 +55,7 @@ def options(cfg: Config, threads: int) -> dict[str, tuple[Config, int]]:
             used = devices.attention_backend(replace(cfg, attention=name), device, dtype)
             changes += [("attention", name)] * (used != attention)
     changes += [("activation_checkpointing", "none")] * (cfg.activation_checkpointing != "none")
-    changes += [("micro_batch_size", str(larger))] * (cfg.batch_size % larger == 0)
+    changes += [("micro_batch_size", larger)] * (cfg.batch_size % larger == 0)
     out = {f"--{name} {value}": (replace(cfg, **{name: value}), threads) for name, value in changes}
     compiled = device.type == "cuda" if cfg.compile is None else cfg.compile
     out["--no_compile" if compiled else "--compile"] = replace(cfg, compile=not compiled), threads

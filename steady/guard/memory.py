@@ -8,7 +8,6 @@ from torch.utils.data import get_worker_info
 
 from steady.options import ConfigError, Failed, due
 from steady.ranks.ranks import rank_and_world
-from steady.tokens.packing import trial_documents
 from steady.watch.findings import si
 
 MICRO_BATCH_TOKENS = 2**14  # at most, unless --micro_batch_size says otherwise
@@ -24,8 +23,8 @@ def micro_batch_size(cfg, world_size: int, most: int = 0, uneven: bool = False) 
     sequences, raises ConfigError with the nearest possible batch sizes.
     """
     per_rank, rest = divmod(cfg.batch_size, world_size)
-    given = cfg.micro_batch_size not in (None, "auto")
-    limit = int(cfg.micro_batch_size) if given else most or MICRO_BATCH_TOKENS // cfg.seq_len or 1
+    given = cfg.micro_batch_size is not None
+    limit = cfg.micro_batch_size if given else most or MICRO_BATCH_TOKENS // cfg.seq_len or 1
     if not given and not rest:
         return max(m for m in range(1, min(per_rank, limit) + 1) if per_rank % m == 0)
     unit = world_size * (limit if given else 1)
@@ -82,38 +81,12 @@ def refuse_too_large(cfg, device: torch.device, shards: int = 1):
                           f"{memory / 1e9:,.0f} GB of memory; choose smaller sizes")
 
 
-def choose_micro_batch(cfg, ranks, uneven: bool, new_model, varlen: bool) -> int:
-    """The micro-batch size of all ranks: as asked for, tried out, or usual."""
-    on_gpu = ranks.device.type == "cuda"
+def choose_micro_batch(cfg, ranks, uneven: bool) -> int:
+    """The micro-batch size of all ranks: as asked for, or usual."""
     # from all of a GPU's memory, free or not, so that a resume chooses the same
+    on_gpu = ranks.device.type == "cuda"
     most = usual_micro_batch(cfg, memory_bytes(ranks.device) if on_gpu else 0)
-    if on_gpu and cfg.micro_batch_size == "auto":
-        most = largest_micro_batch(new_model(), cfg, ranks, varlen)
-        gc.collect()
-        torch.cuda.empty_cache()
     return micro_batch_size(cfg, ranks.world_size, ranks.minimum(most), uneven)
-
-
-def largest_micro_batch(model, cfg, ranks, varlen: bool) -> int:
-    """The largest power of two of sequences that fits into memory, forward and backward."""
-    size = 1
-    try:  # beside weights and gradients: the monitor's probe, two moments, ddp's buckets, averages
-        kept = [torch.empty(2**26, dtype=torch.uint8, device=ranks.device)]
-        kept += [torch.empty_like(p) for p in model.parameters() if p.requires_grad
-                 for _ in range(2 + (ranks.world_size > 1) + (cfg.ema > 0))]
-        while True:
-            tokens = torch.zeros(size, cfg.seq_len, dtype=torch.long, device=ranks.device)
-            documents = trial_documents(tokens, varlen) if cfg.data_mode == "packed" else None
-            with ranks.autocast:
-                losses = model(tokens, tokens, documents)
-            losses.sum().backward()
-            if 2 * size * ranks.world_size > cfg.batch_size + ranks.world_size - 1:
-                return size
-            size *= 2
-    except RuntimeError as e:
-        if not out_of_memory(e):
-            raise
-        return max(1, size // 2)  # if one does not fit, the first step says what to do
 
 
 def out_of_memory(error: BaseException) -> bool:

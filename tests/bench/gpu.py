@@ -238,19 +238,13 @@ def stopped(device: torch.device, tiny: bool):
 
 
 def too_little_memory(device: torch.device, tiny: bool):
-    """Advice where a micro-batch does not fit, and steps with the one that auto finds."""
+    """Advice where a micro-batch does not fit."""
+    flags = ["--model", "350m", "--no_compile", *QUIET, "--batch_size", "4096", "--max_steps", "1"]
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*(TINY if tiny else ["--model", "350m", "--no_compile"]), *QUIET]
         if not tiny:
-            code, text, _ = program(*flags, "--batch_size", "4096", "--micro_batch_size", "4096",
-                                    "--max_steps", "1", folder=folder)
+            code, text, _ = program(*flags, "--micro_batch_size", "4096", folder=folder)
             yield yes("out of memory: exit code 1 and advice",
                       code == 1 and "try --micro_batch_size" in text, text[-100:])
-        code, text, took = program(*flags, "--batch_size", "8" if tiny else "256", "--max_steps",
-                                   "20", "--micro_batch_size", "auto", folder=folder)
-    size = re.search(r"micro-batches of \d+", text)
-    yield yes("--micro_batch_size auto, then 20 steps", code == 0,
-              f"{size[0] if size else text[-100:]}, {took:.0f} s")
 
 
 def saves(device: torch.device, tiny: bool):

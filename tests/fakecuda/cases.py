@@ -190,7 +190,6 @@ def flash_kernels(counts: dict) -> tuple[int, int]:
     (["--precision", "fp16"], "fp16, varlen flash attention"),
     (["--attention", "flash", "--n_head", "4", "--n_kv_head", "2", "--qk_norm"], VARLEN),
     (["--activation_checkpointing", "full", "--num_workers", "2"], VARLEN),
-    (["--micro_batch_size", "auto"], VARLEN),
     (["--precision", "fp32", *EFFICIENT], "fp32, efficient attention"),
     (["--dropout", "0.1", *EFFICIENT], "bf16, efficient attention"),
     (["--head_dim", "12"], "bf16, math attention"),
@@ -354,9 +353,6 @@ def test_out_of_memory(go, corpus):
     big = ["--d_model", "512", "--n_head", "8", "--seq_len", "512", "--batch_size", "64"]
     printed, _ = go(*big, "--micro_batch_size", "64", memory=10**9, expect=1)
     assert "out of memory: " in printed and "try --micro_batch_size 32" in printed
-    for megabytes in 1000, 620, 365:
-        printed, _ = go(*big, "--micro_batch_size", "auto", memory=megabytes * 10**6, expect=0)
-        assert 1 < int(re.search(r"micro-batches of (\d+)", printed)[1]) < 64
 
 
 def test_a_device_that_fails(go, tmp_path):
