@@ -1,8 +1,8 @@
-"""python monitor.py RUN …: print the report of a run, or compare runs.
+"""python monitor.py RUN …: print the reports of runs.
 
     python monitor.py runs/001                        where its time went, whether and why it slowed
     python monitor.py runs/001 --html run.html        also as a page to look at, or to send
-    python monitor.py old new                         side by side
+    python monitor.py old new --html two.html         on one page, one on top of the other
 """
 
 import base64
@@ -10,7 +10,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import pkgutil
 import re
@@ -48,7 +47,7 @@ def print_reports(argv: list[str]):
                     "time of a run went, and whether, when and why it slowed down.",
                     epilog="`monitor.py compare A B` trains two variants: is B better than A? "
                     "`monitor.py try RUN` measures what other options would gain.")
-    parser.add_argument("run_dir", nargs="+", type=Path, help="two or more are shown side by side")
+    parser.add_argument("run_dir", nargs="+", type=Path, help="one or more")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page with charts, "
                         "one file that opens without a network; runs lie on top of one another")
@@ -69,23 +68,6 @@ def print_reports(argv: list[str]):
     else:
         for r in reports:
             print(f"run     {r['run']}: step {r['step']}\n{report_text(r)}\n")
-        if len(reports) > 1:
-            print(side_by_side(reports))
-
-
-def side_by_side(reports: list[dict]) -> str:
-    """A table with a column for each run, and the ratio of each value to the first run's."""
-    lines = [" " * 24 + "".join(f"{Path(r['run']).name[-20:]:>22s}" for r in reports)]
-    rows = [{f"{name} s": s for name, s in r["seconds"].items()} | r["figures"] for r in reports]
-    for name in dict.fromkeys(name for row in rows for name in row):
-        first, cells = rows[0].get(name, math.nan), []
-        for value in (row.get(name, math.nan) for row in rows):
-            ratio = value / first if first and cells else math.nan
-            cells.append("-" if math.isnan(value) else f"{value:.4g}")
-            cells[-1] += f" ({ratio:.2f}x)" if math.isfinite(ratio) else ""
-        if any(row.get(name) for row in rows):  # else a phase of no run
-            lines.append(f"{name:24s}" + "".join(f"{cell:>22s}" for cell in cells))
-    return "\n".join(lines)
 
 
 def run_data(found: dict, points: int) -> dict:
