@@ -72,7 +72,6 @@ class Encoder:
     def __init__(self, folder: Path | None, options):
         self.options, self.tokenizer, self.prefix = options, None, []
         self.adds_space = False  # whether before every text, as SentencePiece's do
-        self.before = "\n"  # stands before a continued text, so that it gets no space
         self.end, self.vocab_size = BYTES_END_OF_TEXT, 257
         self.unknown, self.known = None, set()  # an id; characters that get tokens
         if folder:
@@ -84,10 +83,7 @@ class Encoder:
             if self.end is None:
                 raise ConfigError("--tokenizer: has no end-of-text (eos_token)")
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
-            tokenize = self.tokenizer.tokenize
-            self.adds_space = "".join(tokenize("a")).startswith(("▁", "Ġ"))
-            if tokenize("a") == tokenize("\na"):  # T5's turns a line end into that space
-                self.before = ""
+            self.adds_space = "".join(self.tokenizer.tokenize("a")).startswith(("▁", "Ġ"))
             self.prefix = tokenizers.text_start(self.tokenizer)
             model = self.tokenizer.backend_tokenizer.model
             state = json.loads(model.__getstate__())  # a Unigram model's has an id, others' a token
@@ -195,7 +191,7 @@ class Encoder:
             return [np.frombuffer(text.encode(), np.uint8) for text in texts]
         if not (is_chat or self.adds_space):
             return [self.ids(text) for text in texts]
-        texts = ["" if begins else self.before, *texts]
+        texts = ["" if begins else "\n", *texts]  # after a line end a text gets no space
         encoding = self.tokenizer.backend_tokenizer.encode("".join(texts), add_special_tokens=False)
         ends, ids = np.cumsum([len(text) for text in texts]), np.array(encoding.ids)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T  # also for no tokens
