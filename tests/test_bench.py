@@ -1,20 +1,15 @@
-"""The benchmarks can be named, and what they find becomes a table and a file."""
+"""The benchmarks can be named and run, and what they find becomes a table."""
 
 import importlib
 import json
-import os
 import sys
 
 import pytest
 from conftest import ROOT, python
 
-from tests.bench import __main__ as bench_main
 from tests.bench import gpu
 from tests.bench.__main__ import NAMES, ON_REQUEST, main
-from tests.bench.common import Figure, compare, table, take_turns
-
-FASTER = Figure("a & b", "another's", [1.0, 3.0, 2.0], ">= 1.5", "1 s", "2 s")
-LARGER = Figure("c", "another's", [2.0], "<= 1.5", "2 MB", "1 MB")
+from tests.bench.common import Figure, compare, table
 
 
 def test_every_benchmark_can_be_named(capsys):
@@ -27,48 +22,10 @@ def test_every_benchmark_can_be_named(capsys):
     assert refused.value.code == 2 and "expected one of training" in capsys.readouterr().err
 
 
-def test_a_record_replaces_only_that_of_its_benchmark(tmp_path, monkeypatch, capsys):
-    """In the file of results and in the table of the page, which stay in the order of NAMES."""
-    page, results = tmp_path / "page.md", tmp_path / "cpu.json"
-    page.write_text(f"before\n\n{table([])}\n| old |\n\nafter\n")
-    monkeypatch.setattr(bench_main, "PAGE", page)
-    monkeypatch.setattr(bench_main, "RESULTS", results)
-    for name, found in (("startup", FASTER), ("small", LARGER), ("startup", LARGER)):
-        monkeypatch.setattr(importlib.import_module(f"tests.bench.{name}"), "main",
-                            lambda options, found=found: [found])
-        assert main([name, "--record"]) == 0
-    printed, records = capsys.readouterr().out, json.loads(results.read_text())
-    assert "≥ 1.5: met" in printed and "≤ 1.5: missed" in printed
-    assert list(records) == ["small", "startup"]
-    record = records["startup"]
-    assert record["torch"] and record["device"] and record["commit"]
-    assert [Figure(**figure) for figure in record["figures"]] == [LARGER]
-    assert page.read_text() == f"before\n\n{table([LARGER.row(), LARGER.row()])}\n\nafter\n"
-    with pytest.raises(SystemExit):
-        main(["small", "--record", "--quick"])
-
-
 def test_a_figure_of_two_series_has_their_ratios_and_medians():
-    figure = compare("x", "y", [3.0, 8.0, 5.0], [1.0, 2.0, 5.0], "{:.1f} ms")
+    figure = compare("x", "y", [3.0, 8.0, 5.0], [1.0, 2.0, 5.0], "{:.1f} ms", ">= 1.5")
     assert figure.ratios == [3.0, 4.0, 1.0] and (figure.ours, figure.theirs) == ("5.0 ms", "2.0 ms")
-
-
-def recorder(path):
-    def make_steps(n: int):
-        with open(path, "a") as file:
-            file.write(f"{os.getpid()} {n}\n")
-
-    return make_steps
-
-
-@pytest.mark.slow
-def test_steps_take_turns_in_processes_of_their_own(tmp_path):
-    found = take_turns({name: (recorder, tmp_path / "calls") for name in "ab"}, rounds=3, steps=2)
-    assert {name: len(seconds) for name, seconds in found.items()} == {"a": 3, "b": 3}
-    pids, steps = zip(*map(str.split, (tmp_path / "calls").read_text().splitlines()), strict=True)
-    assert steps == ("1", "1", *"222222")
-    assert len(set(pids)) == 2 and str(os.getpid()) not in pids
-    assert ["ab"[pid != pids[0]] for pid in pids[2:]] == list("abbaab")
+    assert "≥ 1.5: met" in table([figure.row()])
 
 
 @pytest.mark.timed
