@@ -139,7 +139,7 @@ class Config:
     epochs: int | None = option(
         None, "passes over the data, in place of max_steps", at_least=1, at_most=10**6, saved=False)
     max_minutes: float | None = option(
-        None, "minutes to train, at most the Slurm job's; sets max_steps", above=0, at_most=1e7)
+        None, "minutes from the start of the process; sets max_steps", above=0, at_most=1e7)
     batch_size: int | None = option(
         None, "sequences per optimizer step, over all devices (default: from --depth, --model)",
         at_least=1, at_most=2**24, fixed="trajectory")

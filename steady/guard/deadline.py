@@ -1,6 +1,5 @@
 """--max_minutes: max_steps is set once the time of a step is known."""
 
-import os
 import time
 
 import torch
@@ -14,14 +13,11 @@ RESERVE = 0.02, 2.0  # share of the time, plus seconds, for the last checkpoint,
 
 
 class Deadline:
-    """minutes: since this process was started. A Slurm job may end earlier."""
+    """minutes: since this process was started."""
 
     def __init__(self, minutes: float):
         self.began = time.monotonic()
         self.ends = self.began + 60 * minutes - process_age_seconds()
-        job_ends = os.environ.get("SLURM_JOB_END_TIME", "")  # seconds since 1970
-        if job_ends.isdecimal() and 0 < (left := float(job_ends[:20]) - time.time()):
-            self.ends = min(self.ends, self.began + left)
         self.late = self.began + SHARE * (self.ends - self.began)
         self.steps = 0  # of this process so far
 
