@@ -40,7 +40,7 @@ from steady.checkpoints.state import Progress, load_checkpoint, reconcile_best, 
 from steady.guard import memory, process
 from steady.guard.deadline import Deadline
 from steady.guard.guard import Guard, NotFinite
-from steady.guard.metrics import monitor_options, starting_row
+from steady.guard.metrics import monitor_options, starting_row, watch_for_waiting
 from steady.guard.recovery import rescue, roll_back
 from steady.guard.stop import Stop
 from steady.models import device as devices
@@ -411,7 +411,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     )
     if run.compiled:  # in place: parameter names stay the module's
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
-    parallel.watch_for_waiting(run.ddp, lambda: run.monitor.clock)
+    watch_for_waiting(run.ddp, lambda: run.monitor.clock)
     if start:
         load_checkpoint(run, start)
     return run

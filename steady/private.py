@@ -19,10 +19,8 @@ def use_fake_backend():
 
 
 def fix_buckets(ddp: nn.parallel.DistributedDataParallel):
-    """Build DDP's final gradient buckets before the first step, not after it.
-
-    DDP builds them after the first step of a process, and gloo then adds in another order: with
-    three ranks or more, a restart changes the last bits of the weights. So it does without this.
+    """Build DDP's final gradient buckets before the first step. Without this, it does so after that
+    step, gloo then adds in another order, and a restart on three ranks changes the last bits.
     """
     with contextlib.suppress(AttributeError):
         ddp.reducer._push_all_rebuilt_params()

@@ -1,10 +1,11 @@
-"""The monitor of a run of train.py: its arguments, and more columns for its rows."""
+"""The monitor of a run of train.py: its arguments, time that DDP waits, more columns for rows."""
 
 from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 
 from steady.checkpoints.run_dir import tensorboard_folder
 from steady.models.device import peak_flops
@@ -27,6 +28,17 @@ def monitor_options(run, flops: int) -> dict:
         tensorboard=tensorboard_folder(cfg, run.dir.path), flush_secs=cfg.tensorboard_flush_secs,
         tracker=None if cfg.tracker == "none" else (cfg.tracker, public), trace=cfg.trace,
         datasets=[dataset.name for dataset in run.train_data.datasets])
+
+
+def watch_for_waiting(model: nn.Module, clock):
+    """Under ddp, count the time after this rank's own gradients are ready as waiting for others.
+
+    clock: () → the monitor's clock. Sharded models wait at each block, in forward and backward.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # the gradient of the first parameter is the last to be ready; a hook must return None
+        first = next(p for p in model.parameters() if p.requires_grad)
+        first.register_post_accumulate_grad_hook(lambda p: clock().phase("waiting") and None)
 
 
 def starting_row(run) -> dict:

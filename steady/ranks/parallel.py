@@ -7,10 +7,8 @@ forward and each backward pass, with zero2 once a step.
 """
 
 import contextlib
-import inspect
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,7 +40,7 @@ class Shards:
         self.helpers = world_size if way == "ddp" and rank_and_world()[3] == world_size else 1
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
         self.parameters, self.model, self.whole = {}, None, set()  # see `hold`
-        self.passes, self.gradients = 0, {}  # of a step, if sharded: {weight: number of gradients}
+        self.missing = Counter()  # of a step, if sharded: {weight: passes without its gradient}
         if way == "ddp" or world_size == 1 or shard_size == 1:
             return
         size, mesh, groups = shard_size or world_size, torch.arange(world_size), [dist.group.WORLD]
@@ -98,8 +96,8 @@ class Shards:
             unit.unshard()
             for name, p in model.named_parameters():
                 if p.requires_grad and local_part(p) is p:
-                    self.gradients[name] = 0
-                    p.register_post_accumulate_grad_hook(partial(self.count, name))
+                    p.register_post_accumulate_grad_hook(
+                        lambda _, name=name: self.missing.subtract([name]))
             unit.reshard()
         self.model = model
         self.whole = {name for name, x in model.state_dict().items() if local_part(x) is x}
@@ -145,21 +143,17 @@ class Shards:
 
         return ShardedGradScaler(device_type, process_group=self.group)
 
-    def count(self, name: str, _):
-        self.gradients[name] += 1
-
     def move_gradients(self, model: nn.Module):
         """Move the gradients of the wrapped model's parameters to the parts.
 
-        Raises RuntimeError if a pass on this rank left a weight out: DDP has then not reduced the
-        gradients, and zero2 and zero3 may have added those of another weight of its shape to it.
+        Raises RuntimeError if a pass on this rank left a weight out: DDP has not reduced gradients
+        then, and zero2 and zero3 may have added those of another weight of its shape to it.
         """
         private.require_reduced(model)
-        if unused := [name for name, n in self.gradients.items() if n < self.passes]:
-            raise RuntimeError(f"{len(unused)} weights got no gradient in a pass, among them "
-                               f"{unused[0]}: every rank has to use all weights in each pass; "
-                               "multiply by 0 instead of skipping one")
-        self.passes, self.gradients = 0, dict.fromkeys(self.gradients, 0)
+        if unused := list(+self.missing):
+            raise RuntimeError(f"{len(unused)} weights, such as {unused[0]}, got no gradient in a "
+                               "pass: each rank must use all; multiply by 0 instead of skipping")
+        self.missing.clear()
         for whole, part in self.pairs:
             if whole.grad is not None:
                 part.grad, whole.grad = whole.grad.to_local(), None
@@ -170,7 +164,8 @@ class Shards:
         ddp reduces the gradients over the ranks in the last one alone. zero2 and zero3 reduce them
         in each, or every rank would hold all of them; zero2 keeps the whole weights in between.
         """
-        self.passes += 1
+        if self.size > 1:
+            self.missing.update(self.parameters.keys())
         if self.way == "zero2" and self.size > 1:
             model.set_reshard_after_backward(last)
         if self.replicas > 1:
@@ -220,17 +215,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         release(model)
-
-
-def watch_for_waiting(model: nn.Module, clock):
-    """Under ddp, count the time after this rank's own gradients are ready as waiting for others.
-
-    clock: () → the monitor's clock. Sharded models wait at each block, in forward and backward.
-    """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        # the gradient of the first parameter is the last to be ready; a hook must return None
-        first = next(p for p in model.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(lambda p: clock().phase("waiting") and None)
 
 
 def compile_in_place(model: nn.Module, optimizers: list, lengths_vary: bool, world_size: int):
@@ -323,12 +307,10 @@ def distribute(model: nn.Module, device: torch.device, world_size: int,
     """Wrap the finished model for training on several ranks, unless it is sharded."""
     if world_size == 1 or hasattr(model, "unshard"):
         return model
-    ddp = nn.parallel.DistributedDataParallel
-    # The buffers are constants: do not send them every step. torch 2.13 renamed the option.
-    parameters = inspect.signature(ddp).parameters
-    sync = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     devices = [device.index] if device.type == "cuda" else None
-    wrapped = ddp(model, device_ids=devices, gradient_as_bucket_view=True, **{sync: False})
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices,
+                                                  gradient_as_bucket_view=True)
+    wrapped.broadcast_buffers = False  # they are constants: do not send them every step
     private.no_timing(wrapped)
     if device.type == "cpu" or deterministic:  # a GPU saves time by the order of gradients
         private.fix_buckets(wrapped)
