@@ -26,9 +26,6 @@ def sets(tmp_path):
     return {name: str(token_folder(tmp_path, name, n, 257)) for name, n in sizes.items()}
 
 
-# --- the order -------------------------------------------------------------------------------
-
-
 def random_stages(rng) -> tuple[list[int], list[tuple[int, list[Fraction]]]]:
     """Sizes of one to four sets; (first position, weights) of one to four stages, one empty."""
     sizes = [int(n) for n in rng.integers(1, 120, rng.integers(1, 5))]
@@ -99,9 +96,6 @@ def test_a_stage_by_size_and_a_folder_spelled_otherwise(sets):
     mixture = load_mixture([sets["web"]], "train", 10, 1, later=later)
     assert [d.name for d in mixture.datasets] == ["web", "code"]
     assert np.bincount(mixture.order(160, 160 + 1280)[0]).tolist() == [990, 290]
-
-
-# --- the option ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words, max_steps, expected", [

@@ -77,34 +77,34 @@ def simulate(cfg: Config, dtype: torch.dtype, micro_batch: int, accumulation: in
     """
     live = Live()
     with imagined(cfg, world_size, dtype) as shards:
+        ddp = world_size > 1 and shards.size == 1  # it holds gradients from step to step
         model = adapt(Transformer(cfg), cfg, dtype)
         shards.shard(model, dtype)
         shards.hold(model)
-        live.add([*shards.tensors_of(model).values(), *model.buffers()])
         held = list(shards.parameters.values())
+        averages = [p.detach().clone() for p in held if cfg.ema]
+        live.add([*shards.tensors_of(model).values(), *model.buffers(), *averages])
         need = dict(weights=live.bytes(), gradients=sum(p.nbytes for p in held))
         with live:
             optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards)
             tokens = torch.zeros(micro_batch, cfg.seq_len, dtype=torch.long)
             packed = cfg.data_mode == "packed"
             documents = trial_documents(tokens, takes_varlen(cfg, dtype)) if packed else None
-            for micro_batches in (1, min(2, accumulation)):  # the first makes the optimizers' state
+            for micro_batches in (1, min(2, accumulation + ddp)):  # the first makes their states
                 live.peak = live.bytes()
                 for i in range(micro_batches):
                     with (shards.micro_batch(model, last=i == micro_batches - 1),
                           torch.autocast("cpu", dtype, enabled=dtype != torch.float32)):
                         loss = model(tokens, tokens, documents).sum()
                     loss.backward()
-                    del loss
                 shards.move_gradients(model)
-                shards.norms([p.grad for p in held])
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
         states = tree_leaves([optimizer.state for optimizer in optimizers])
         need["optimizer"] = sum(t.nbytes for t in states if isinstance(t, torch.Tensor))
         need["activations"] = live.peak - sum(need.values())
-    if world_size > 1 and shards.size == 1 and accumulation > 1:  # ddp: the sum beside buckets
+    if ddp and accumulation > 1:  # the sum beside the buckets
         need["gradients"] *= 2
     return need
 
