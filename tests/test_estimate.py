@@ -1,5 +1,6 @@
 """What --estimate says, against what a run really takes."""
 
+import gc
 import itertools
 import resource
 from dataclasses import replace
@@ -23,6 +24,7 @@ SHAPE = ["--n_layer", "2", "--n_head", "12", "--n_kv_head", "4", "--d_model", "7
 def peak_of_real_tensors(cfg, accumulation, ranks) -> int:
     """Bytes, as torch's allocator counts them, in a run of two steps, on one of the ranks."""
     tokens = torch.zeros(cfg.batch_size // accumulation, cfg.seq_len, dtype=torch.long)
+    gc.collect()  # or what an earlier test left would be freed meanwhile
     with torch.profiler.profile(profile_memory=True) as profile:
         model, device = Transformer(cfg), torch.device("cpu")
         shards = estimate.Shards().hold(model)
