@@ -92,19 +92,19 @@ def test_imports_have_no_circles():
 
 
 LINES = {  # of code, at most: only ever lowered
-    "train.py": 543,
+    "train.py": 542,
     "model.py": 261,
     "data.py": 340,
     "monitor.py": 300,
     "config.py": 293,
     "steady/checkpoints": 1302,
     "steady/ranks": 1095,
-    "steady/guard": 776,
+    "steady/guard": 757,
     "steady/watch": 2305,
     "steady/tokens": 880,
     "steady/models": 1298,
-    "steady": 379,
-    "tools": 2168,
+    "steady": 378,
+    "tools": 2141,
 }
 
 
@@ -119,7 +119,7 @@ def test_no_room_grows():
 
 def test_tests_do_not_grow():
     lines = sum(len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("tests/**/*.py"))
-    assert lines <= 17_741  # with benchmarks; only ever lowered
+    assert lines <= 17_675  # with benchmarks; only ever lowered
 
 
 # in lines, at most: only ever lowered

@@ -80,10 +80,9 @@ def refuse_lone_tasks():
     for name, launcher in LAUNCHERS.items():
         tasks = os.environ.get(name, "")
         if tasks.isdecimal() and int(tasks) > 1 and not os.environ.get("WORLD_SIZE"):
-            raise ConfigError(f"{name}={tasks} in the environment, and no WORLD_SIZE: {launcher} "
-                              f"has started {tasks} processes, and each would train the whole run "
-                              "by itself. Let it start one torchrun on each host, as docs/slurm.sh "
-                              f"does; to train in one process, unset {name}")
+            raise ConfigError(f"{name}={tasks} in the environment, and no WORLD_SIZE: each process "
+                              f"of {launcher} would train the whole run. Let it start one torchrun "
+                              f"on each host, as docs/slurm.sh does; else unset {name}")
 
 
 stores = []  # the store of all ranks, once they have met
