@@ -24,7 +24,7 @@ def refuse_conflicts(cfg):
          f"at most learning_rate {cfg.learning_rate}")
     need(not cfg.max_steps or cfg.warmup_steps <= cfg.max_steps, "warmup_steps",
          f"at most max_steps {cfg.max_steps}; a resume keeps the run's unless you give one")
-    need(re.fullmatch("auto|[0-9]{1,3}", cfg.num_workers), "num_workers", "auto, or 0 to 999")
+    need(re.fullmatch("auto|[0-9]{1,3}", cfg.num_workers), "num_workers", "a number to 999 or auto")
     names = [*(f.name for f in fields(cfg)), "tokenizer"]
     for name in cfg.allow_change:
         if name not in names:

@@ -441,7 +441,7 @@ def update(optimizers, parameters, clip, weight):
     run = SimpleNamespace(
         cfg=cfg, optimizers=optimizers, ranks=ranks, progress=Progress(),
         dir=SimpleNamespace(writer=None), monitor=SimpleNamespace(log_all=lambda metrics: None),
-        guard=train.Guard(cfg, ranks), measures=lambda step: False)
+        guard=train.Guard(cfg, ranks), measures=lambda step: False, ddp=None)
     return train.update(run, torch.tensor([1.0, weight * cfg.batch_size * cfg.seq_len]))[1]
 
 

@@ -7,7 +7,6 @@
 import contextlib
 import gc
 import os
-import pkgutil
 import signal
 import sys
 import threading
@@ -43,6 +42,8 @@ def begin():
 def start(main: str):
     """Import `main`, a "module:function", and end the process with its exit code."""
     begin()
+    import pkgutil
+
     function = pkgutil.resolve_name(main)
     gc.enable()
     leave(function(sys.argv[1:]))
