@@ -1,19 +1,16 @@
 """What --estimate says, against what a run really takes."""
 
-import gc
 import itertools
 import resource
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import tiny_config
 from test_config import parsed
 
 from model import Transformer
 from steady.models.ema import Ema
-from steady.ranks.parallel import distribute
 from tools import estimate
 from train import make_optimizers
 
@@ -21,19 +18,17 @@ SHAPE = ["--n_layer", "2", "--n_head", "12", "--n_kv_head", "4", "--d_model", "7
          "2048", "--vocab_size", "500", "--seq_len", "256", "--optimizer", "adamw"]
 
 
-def peak_of_real_tensors(cfg, accumulation, ranks) -> int:
-    """Bytes, as torch's allocator counts them, in a run of two steps, on one of the ranks."""
+def peak_of_real_tensors(cfg, accumulation) -> int:
+    """Bytes, as torch's allocator counts them, in a run of two steps."""
     tokens = torch.zeros(cfg.batch_size // accumulation, cfg.seq_len, dtype=torch.long)
-    gc.collect()  # or what an earlier test left would be freed meanwhile
     with torch.profiler.profile(profile_memory=True) as profile:
-        model, device = Transformer(cfg), torch.device("cpu")
-        shards = estimate.Shards().hold(model)
-        optimizers = make_optimizers(model, cfg, device, shards)
-        kept = [distribute(model, device, ranks, False), cfg.ema and Ema(model, shards, cfg.ema)]
-        for i in range(2 * accumulation):
-            with shards.micro_batch(kept[0], last=i % accumulation == accumulation - 1):
-                kept[0](tokens, tokens).sum().backward()
-            for optimizer in optimizers if i % accumulation == accumulation - 1 else ():
+        model, shards = Transformer(cfg), estimate.Shards()
+        optimizers = make_optimizers(model, cfg, torch.device("cpu"), shards.hold(model))
+        kept = cfg.ema and Ema(model, shards, cfg.ema)  # noqa: F841
+        for _ in range(2):
+            for _ in range(accumulation):
+                model(tokens, tokens).sum().backward()
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -41,36 +36,46 @@ def peak_of_real_tensors(cfg, accumulation, ranks) -> int:
     return max(itertools.accumulate(changes))
 
 
-@pytest.mark.parametrize("flags, passes, ranks", [
-    ("muon --ema 0.9", 2, 1), ("adamw", 1, 2), ("adamw", 2, 2),
-    pytest.param("adamw --activation_checkpointing full", 2, 1, marks=pytest.mark.slow)])
-def test_memory_is_that_of_the_tensors_of_real_steps(request, flags, passes, ranks):
+@pytest.mark.parametrize("flags, accumulation", [
+    ("muon --ema 0.9", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("adamw", 1), ("adamw --activation_checkpointing full", 2)))])
+def test_memory_is_that_of_the_tensors_of_real_steps(flags, accumulation):
     cfg = parsed("--n_layer", 3, "--vocab_size", 1000, "--seq_len", 128, "--batch_size", 8,
                  "--optimizer", *flags.split())
-    need = estimate.simulate(cfg, torch.float32, 8 // passes, passes, make_optimizers, ranks)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    request.addfinalizer(dist.destroy_process_group)  # of one rank: it has the same buckets
-    assert sum(need.values()) == pytest.approx(peak_of_real_tensors(cfg, passes, ranks), rel=0.001)
+    need = estimate.simulate(cfg, torch.float32, 8 // accumulation, accumulation, make_optimizers)
+    assert sum(need.values()) == pytest.approx(peak_of_real_tensors(cfg, accumulation), rel=0.001)
+
+
+def test_ddp_holds_gradients_from_step_to_step():
+    """In its buckets, so in the next forward pass, and beside the sum over several passes."""
+    cfg, n = tiny_config(), sum(p.numel() for p in Transformer(tiny_config()).parameters())
+    one, once, thrice = (
+        sum(estimate.simulate(cfg, torch.float32, 2, passes, make_optimizers, ranks).values())
+        for passes, ranks in ((2, 1), (1, 2), (3, 2)))
+    assert once == one and thrice == one + 4 * n
 
 
 @pytest.mark.slow
-def test_parts_are_exact_and_sharded_by_two_ranks():
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_parts_are_exact_and_sharded_by_two_ranks(accumulation):
     """As in the ZeRO paper (arXiv:1910.02054)."""
-    cfg = parsed(*SHAPE, "--batch_size", 16, "--micro_batch_size", 8,
+    cfg = parsed(*SHAPE, "--batch_size", 16 * accumulation, "--micro_batch_size", 8,
                  "--peak_tflops", 100)
     found = estimate.estimate(cfg, 2, torch.float32, make_optimizers)
     n = sum(p.numel() for p in Transformer(cfg).parameters())
     ddp, zero2, zero3 = (estimate.simulate(
-        replace(cfg, parallel=way), torch.float32, 8, 1, make_optimizers, 2)
+        replace(cfg, parallel=way), torch.float32, 8, accumulation, make_optimizers, 2)
         for way in ("ddp", "zero2", "zero3"))
     assert found["parameters"] == n and found["memory"] == ddp
-    assert ddp["gradients"] == 4 * n
+    buckets = 1 + (accumulation > 1)  # gradients are summed up beside ddp's
+    assert ddp["gradients"] == 4 * n * buckets
     assert ddp["weights"] == pytest.approx(4 * n, rel=0.01)  # and the rotary table
     assert ddp["optimizer"] == pytest.approx(8 * n, rel=0.001)
     for name in ("weights", "gradients", "optimizer"):
-        assert zero2[name] == zero3[name] == pytest.approx(ddp[name] / 2, rel=0.02)
+        whole = ddp[name] / (buckets if name == "gradients" else 1)
+        assert zero2[name] == zero3[name] == pytest.approx(whole / 2, rel=0.02)
     assert sum(zero3.values()) < sum(zero2.values()) < sum(ddp.values())
-    seconds = found["flops_per_token"] * 16 * 256 / (100e12 * estimate.MFU * 2)
+    seconds = found["flops_per_token"] * 16 * accumulation * 256 / (100e12 * estimate.MFU * 2)
     assert found["step_seconds"] == pytest.approx(seconds)
 
 
