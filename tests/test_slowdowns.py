@@ -57,10 +57,10 @@ def provoke(run, tmp_path, monkeypatch):
     """provoke(clock, *flags) → (events that the report of a run names, what it printed)."""
 
     def provoke(clock, *flags, intervals=22, **how):
-        def begin_step(seed, step, rank):
+        def begin_step(step, cfg):
             clock.step = step
 
-        before(train, "seed_everything", begin_step, monkeypatch.setattr)
+        before(train, "learning_rate", begin_step, monkeypatch.setattr)
         told = run("--max_steps", intervals * clock.interval, "--log_interval", clock.interval,
                    "--out_dir", "r", "--eval_interval", 0, "--save_interval", 0,
                    "--n_layer", 1, "--seq_len", 16, "--batch_size", 4, *flags, **how)
