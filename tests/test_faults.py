@@ -803,7 +803,7 @@ def test_a_backup_can_be_resumed(run, tmp_path, request, monkeypatch, scheme):
     assert list(column(tmp_path / "new", "train/loss")) == [1, 4, 8, 12, 13, 16, 20]
     assert "at step 20" in run("--resume", url, "--max_steps", 21, bare=True)
     expected = f"error: --resume {url}/r.pt: no valid checkpoint; expected a URL of --backup_to"
-    assert expected in run("--resume", f"{url}/r.pt", expect=2)
+    assert expected in run("--resume", f"{url}/r.pt", "--out_dir", "refused", expect=2)
     output = run("--backup_to", "nothing://there", "--out_dir", "refused", expect=2)
     assert "error: --backup_to nothing://there" in output and not (tmp_path / "refused").exists()
 

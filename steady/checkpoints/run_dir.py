@@ -49,8 +49,7 @@ class RunDir:
 def find_run(cfg) -> Path | None:
     """The run directory; None if a new one is to be made. Changes nothing.
 
-    Raises ConfigError if it cannot be written to, or holds another run, or if --resume names no
-    checkpoint.
+    Raises ConfigError if it cannot be written, holds another run, or --resume has no checkpoint.
     """
     out_dir, own = Path(cfg.out_dir) if cfg.out_dir else None, None
     if cfg.resume:
@@ -102,10 +101,7 @@ def saved_config(cfg, out_dir: Path | None) -> Path | None:
 
 
 def redirect(cfg) -> dict:
-    """Options that replace those given: to continue a run downloaded from --resume URL.
-
-    Raises ConfigError in a restart by torchrun that would begin anew.
-    """
+    """Options to continue a run downloaded from --resume URL. Raises ConfigError."""
     if from_environment("TORCHELASTIC_RESTART_COUNT", 0) and not (cfg.auto_resume and cfg.out_dir):
         raise ConfigError("torchrun has restarted this run; a restart continues it only with "
                           "--auto_resume --out_dir DIR")
@@ -113,7 +109,7 @@ def redirect(cfg) -> dict:
         return {}
     new = dict(resume=None, auto_resume=False, overwrite=False, eval_only=False)
     out_dir, lock = claim(find_run(dataclasses.replace(cfg, **new)))
-    with lock:
+    with lock, deleted_if_refused(out_dir):
         download(cfg.resume, out_dir)
     return dict(resume=None, auto_resume=True, out_dir=str(out_dir))
 
@@ -169,6 +165,18 @@ def claim(out_dir: Path | None, overwrite: bool = False):
                           f"{e.strerror}") from None
 
 
+@contextlib.contextmanager
+def deleted_if_refused(out_dir: Path):
+    """If an error is raised, deletes a claimed directory that was empty before."""
+    found = {*out_dir.glob("*"), *out_dir.glob("checkpoints/*")}
+    try:
+        yield
+    except Exception:
+        if found == {out_dir / "checkpoints", out_dir / "lock"}:
+            shutil.rmtree(out_dir, ignore_errors=True)
+        raise
+
+
 @reading_paths()
 def open_run_dir(run):
     """Rank 0 makes and locks the run directory, and prints a summary of the run.
@@ -187,17 +195,13 @@ def open_run_dir(run):
 
 
 def begin(run) -> tuple[float, int]:
-    """Prepare the run directory for the steps to come; returns (loss, step) of best.pt.
-
-    A directory that was empty is deleted if an error is raised.
-    """
+    """Prepare the run directory for the steps to come; returns (loss, step) of best.pt."""
     cfg, own, step = run.cfg, run.dir, run.progress.step
     if not own.lock:
         own.path, own.lock = claim(own.path, cfg.overwrite)
         find_run(dataclasses.replace(cfg, out_dir=str(own.path)))  # another may have begun there
     folder, start = own.path / "checkpoints", own.resumed_from
-    is_empty = {*own.path.glob("*"), *folder.glob("*")} == {folder, own.path / "lock"}
-    try:
+    with deleted_if_refused(own.path):
         for other in list_checkpoints(folder):
             if other.step > step or other.step == step and start not in (None, other) and (
                     [*map(os.stat, other.files())] != [*map(os.stat, start.files())]):
@@ -214,10 +218,6 @@ def begin(run) -> tuple[float, int]:
             write_yaml(saved, draft, notes)
             if start and not checkpoint_at(folder, step):  # the run may end before its first save
                 start.link_to(Checkpoint.named(folder, step, sharded=start.path.is_dir()).path)
-    except Exception:
-        if is_empty:
-            shutil.rmtree(own.path, ignore_errors=True)
-        raise
     print(opening.describe(run), flush=True)
     return reconcile_best(run.progress, own)
 
