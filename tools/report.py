@@ -47,7 +47,7 @@ def print_reports(argv: list[str]):
                     "time of a run went, and whether, when and why it slowed down.",
                     epilog="`monitor.py compare A B` trains two variants: is B better than A? "
                     "`monitor.py try RUN` measures what other options would gain.")
-    parser.add_argument("run_dir", nargs="+", type=Path, help="one or more")
+    parser.add_argument("run_dir", nargs="+", type=Path, help="such as runs/001")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page with charts, "
                         "one file that opens without a network; runs lie on top of one another")
