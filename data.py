@@ -30,6 +30,7 @@ from steady.guard.memory import share
 from steady.guard.process import FORK, leave_to_parent
 from steady.options import ConfigError, Failed
 from steady.private import mark_dynamic
+from steady.ranks.ranks import Ranks
 from steady.tokens.documents import Dataset, Documents, Stream
 from steady.tokens.files import IGNORE, find_sources, read_sidecars, split_stages, tokenizer_hash
 from steady.tokens.order import Order
@@ -297,8 +298,7 @@ def what_is_evaluated(cfg: Config, data: Mixture | None) -> dict:
 # --- the loader ------------------------------------------------------------------------------
 
 
-def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: int, rank: int,
-           world_size: int, device: torch.device, workers: int):
+def loader(data: Mixture, cfg: Config, position: int, steps: int, ranks: Ranks):
     """Yields this rank's micro-batches on `device` for the next `steps` steps.
 
     The first step takes the samples from `position` on. One micro-batch is always on its way to
@@ -308,33 +308,33 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, micro_batch: i
 
     def positions():
         for step in range(steps):
-            begin, end = data.share(position + step * n, n, rank, world_size)
-            for start in range(begin, begin + -(-n // world_size), micro_batch):
-                yield start, start + micro_batch, end
+            begin, end = data.share(position + step * n, n, ranks.rank, ranks.world_size)
+            largest_share = -(-n // ranks.world_size)  # all ranks yield as many micro-batches
+            for start in range(begin, begin + largest_share, ranks.micro_batch):
+                yield start, start + ranks.micro_batch, end
 
     batches = DataLoader(
-        data, batch_sampler=positions(), num_workers=workers, worker_init_fn=leave_to_parent,
+        data, batch_sampler=positions(), num_workers=ranks.workers, worker_init_fn=leave_to_parent,
         collate_fn=default_convert,  # nothing to collate: Mixture returns whole micro-batches
-        pin_memory=cfg.pin_memory and device.type == "cuda",
-        prefetch_factor=cfg.prefetch_factor if workers else None,
-        multiprocessing_context=FORK if workers else None,
+        pin_memory=cfg.pin_memory and ranks.device.type == "cuda",
+        prefetch_factor=cfg.prefetch_factor if ranks.workers else None,
+        multiprocessing_context=FORK if ranks.workers else None,
         generator=torch.Generator())  # the default would use up dropout's random numbers
     ahead = []
     for (start, _, end), batch in zip(positions(), batches, strict=True):
         if isinstance(batch, Exception):
             raise batch
-        ahead.append(batch.to(device, end - start))
+        ahead.append(batch.to(ranks.device, end - start))
         if len(ahead) > 1:
             yield ahead.pop(0)
     yield from ahead
 
 
-def eval_batches(data: Mixture, n: int, micro_batch: int, rank: int, world_size: int,
-                 device: torch.device):
+def eval_batches(data: Mixture, n: int, ranks: Ranks):
     """Yields this rank's share of the first n samples.
 
     Every rank yields the same number of micro-batches; dummy rows are masked.
     """
-    for start in range(0, n, micro_batch * world_size):
-        first = start + rank * micro_batch
-        yield data.rows(first, first + micro_batch, n).to(device, n - first)
+    for start in range(0, n, ranks.micro_batch * ranks.world_size):
+        first = start + ranks.rank * ranks.micro_batch
+        yield data.rows(first, first + ranks.micro_batch, n).to(ranks.device, n - first)

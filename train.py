@@ -108,8 +108,10 @@ def between_steps(run: "Run"):
 
 def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
-    warmup = cfg.warmup_steps if cfg.warmup_steps <= cfg.max_steps else cfg.max_steps // 2
-    if step < warmup:  # cut short above if --max_minutes leaves fewer steps
+    warmup = cfg.warmup_steps
+    if warmup > cfg.max_steps:  # --max_minutes has left fewer steps than planned
+        warmup = cfg.max_steps // 2
+    if step < warmup:
         return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
     if cfg.lr_schedule == "cosine":
@@ -128,9 +130,7 @@ def set_learning_rate(optimizers, lr: float) -> float:
 
 
 def seed_everything(seed: int, step: int, rank: int):
-    """Make a step's random numbers a function of (seed, step, rank), as its samples are: so dropout
-    resumes bit for bit without generator states in the checkpoint.
-    """
+    """Random numbers follow from (seed, step, rank): a resumed run needs no generator states."""
     number = hash((seed, step, rank)) % 2**63
     on_gpu = torch.cuda.is_initialized() or torch.backends.mps.is_available()
     generator = torch if on_gpu else torch.default_generator  # torch.manual_seed takes 0.2 ms
@@ -144,21 +144,20 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     """Apply the gradients of the mean over all targets, clipped to the global norm cfg.grad_clip.
 
     sums: losses and targets of this rank. Returns (this rank's loss, scaled so that the mean over
-    ranks is the step's; the unclipped norm). A non-finite norm or a spike skips the update, without
-    a sync: optimizers read `grad_scale` and `found_inf` on the device, as torch's fused kernels do.
-    Others cost a sync per step; so does SGD's first, or a skip would leave its momentum undefined.
+    ranks is the step's; the unclipped norm). A non-finite norm or a spike skips the update. Fused
+    optimizers read `grad_scale` and `found_inf` on the device; others cost a sync per step.
     """
     shards, cfg = run.ranks.shards, run.cfg
     shards.move_gradients(run.ddp)
     for optimizer in run.optimizers:
         run.ranks.scaler.unscale_(optimizer)  # a no-op except in fp16
     grads = [p.grad for p in shards.parameters.values() if p.grad is not None]
-    of_all = torch.stack((*sums, shards.norms(grads).norm().float()))
+    over_ranks = torch.stack((*sums, shards.norms(grads).norm().float()))
     if dist.is_initialized():
-        dist.all_reduce(of_all)  # the norm as well: all ranks must decide alike
-        of_all[::2] /= run.ranks.world_size
-    share = of_all[1].where(of_all[1] > 0, 1.0) / (cfg.batch_size * cfg.seq_len)  # with a loss
-    loss, grad_norm = of_all[::2] / share
+        dist.all_reduce(over_ranks)  # the norm as well: all ranks must decide alike
+    loss_sum, n_targets, norm_sum = over_ranks
+    share = n_targets.where(n_targets > 0, 1.0) / (cfg.batch_size * cfg.seq_len)  # with a loss
+    loss, grad_norm = (x / run.ranks.world_size / share for x in (loss_sum, norm_sum))
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     before = copy_of_weights(shards) if run.measures(run.progress.step + 1) else None
     if run.dir.writer:
@@ -166,9 +165,12 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     run.guard.clean = False
     found_inf = run.guard.skips((~grad_norm.isfinite()).float(), loss, grad_norm)
     for optimizer in run.optimizers:
-        own = not type(optimizer).step.__module__.startswith("torch.")  # also a subclass's own
-        own |= not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups)
-        if getattr(type(optimizer).step if own else optimizer, "_step_supports_amp_scaling", False):
+        step, promises = type(optimizer).step, optimizer  # that it reads both on the device
+        if not step.__module__.startswith("torch."):
+            promises = step  # a subclass with its own step still has torch's attribute
+        elif not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups):
+            promises = None  # SGD: a first step that is skipped leaves its momentum undefined
+        if getattr(promises, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             optimizer.step()
         elif not found_inf:
@@ -191,11 +193,12 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
     blocks, kinds = set(model.blocks.modules()), {}
     for path, module in model.named_modules():
         for name, p in module.named_parameters(path, recurse=False):
-            table = isinstance(module, nn.Embedding)
             # a stack of matrices, such as experts, but not a convolution's kernel
             stack = p.ndim == 3 and min(p.shape[1:]) > 1 and not hasattr(module, "kernel_size")
-            kinds[name] = "table" if table and p is not model.head.weight else "other"
-            if module in blocks and not table and (p.ndim == 2 or stack):
+            kinds[name] = "other"
+            if isinstance(module, nn.Embedding) and p is not model.head.weight:
+                kinds[name] = "table"
+            elif module in blocks and (p.ndim == 2 or stack):
                 kinds[name] = "matrix"
     trained = {name: p for name, p in shards.parameters.items() if p.requires_grad}
     matrices = [dict(params=[p for name, p in trained.items() if kinds[name] == "matrix"],
@@ -242,8 +245,7 @@ def evaluate(run: "Run") -> float | None:
     for of in ("", "_ema") if run.ema else ("",):
         seed_everything(0, 0, ranks.rank)  # a loss that draws numbers draws the same each time
         with run.ema.in_place(run) if of else contextlib.nullcontext():
-            for batch in eval_batches(data, n, ranks.micro_batch, ranks.rank, ranks.world_size,
-                                      ranks.device):
+            for batch in eval_batches(data, n, ranks):
                 if ranks.stop.asked(together=True):
                     break
                 run.monitor.phase("evaluation")  # a sign of progress
@@ -259,7 +261,7 @@ def evaluate(run: "Run") -> float | None:
     if ranks.rank == 0:
         print(f"step {step}: validation {shown}", flush=True)
     run.monitor.write(step, row)
-    return row.get(f"val/loss{of}", math.nan)
+    return row.get("val/loss_ema" if run.ema else "val/loss", math.nan)
 
 
 def keep_best(run: "Run", val_loss: float | None):
@@ -402,8 +404,7 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
         raise ConfigError("--lora_rank: checkpoints would lack the other weights that are trained")
     run = Run(
         cfg, Progress(evaluated=what_is_evaluated(cfg, val_data)), ranks, run_dir, train_data,
-        val_data, model,
-        ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
+        val_data, model, ddp=parallel.distribute(model, device, world_size, cfg.deterministic),
         optimizers=shards.checked(make_optimizers(model, cfg, device, shards)),
         guard=Guard(cfg, ranks),
         ema=Ema(model, shards, cfg.ema) if cfg.ema else None,
@@ -498,15 +499,14 @@ def train_with_recovery(run: Run):
     cfg, progress, ranks, stop = run.cfg, run.progress, run.ranks, run.ranks.stop
     if 0 < progress.step < cfg.max_steps and ranks.rank == 0:
         print(opening.rate_jump(run, learning_rate), end="", flush=True)
-    report, flops = "", flops_per_token(run.model, cfg, run.train_data.typical_length())
+    flops = flops_per_token(run.model, cfg, run.train_data.typical_length())
     while True:
         run.monitor = Monitor(**monitor_options(run, flops))
         stop.phase = run.monitor.phase
         run.monitor.write(progress.step, starting_row(run))
         ranks.watchdog.follow(progress, run.dir, run.monitor.clock)
         batches = loader(run.train_data, cfg, progress.position, cfg.max_steps - progress.step,
-                         ranks.micro_batch, ranks.rank, ranks.world_size, ranks.device,
-                         ranks.workers)
+                         ranks)
         try:
             if evaluation_due(run):
                 keep_best(run, evaluate(run))

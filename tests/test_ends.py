@@ -50,9 +50,9 @@ def test_averages_follow_the_weights_and_are_evaluated_and_resumed(run, tmp_path
     assert last["best_loss"] == min(averaged.values())
 
     model.load_state_dict(last["model"] | last["ema"])
-    data = train.load_data(cfg)[1]
+    alone = SimpleNamespace(micro_batch=16, rank=0, world_size=1, device=torch.device("cpu"))
     with torch.no_grad():
-        batch = next(train.eval_batches(data, 16, 16, 0, 1, torch.device("cpu")))
+        batch = next(train.eval_batches(train.load_data(cfg)[1], 16, alone))
         assert averaged[12] == pytest.approx(model.eval()(*batch[:2]).mean().item(), rel=1e-5)
 
     run("--resume", "r/checkpoints/step_00000005.pt", "--out_dir", "s", bare=True)

@@ -181,12 +181,10 @@ def make_run(flags: list[str]) -> train.Run:
                                    "--warmup_steps", "0", "--eval_interval", "0",
                                    "--save_interval", "0"])
         run = train.set_up(cfg)
-    ranks = run.ranks
-    run.batches = loader(run.train_data, run.cfg, 0, 10**9, ranks.micro_batch, 0, 1, ranks.device,
-                         ranks.workers)
+    run.batches = loader(run.train_data, run.cfg, 0, 10**9, run.ranks)
     calls = "phase", "add_losses", "log_all", "step"
     run.monitor = SimpleNamespace(**dict.fromkeys(calls, lambda *args, **how: None))
-    ranks.stop = Countdown()
+    run.ranks.stop = Countdown()
     return run
 
 
