@@ -55,9 +55,10 @@ class Batch(NamedTuple):
         """
         on = device if device.type == "cuda" else "cpu"  # ids cross the bus narrow, then widen
         batch = Batch(*(x if x is None else x.to(on, non_blocking=True) for x in self))
-        tokens, targets, documents, source = (x if x is None else (
-            x if x is batch.documents or x.is_floating_point() else x.long()).to(device)
-            for x in batch)
+        ids = [x if x is None or x.is_floating_point() else x.long()
+               for x in (batch.tokens, batch.targets, batch.source)]
+        tokens, targets, source, documents = (
+            x if x is None else x.to(device) for x in (*ids, batch.documents))
         if documents is not None and documents.ndim == 1:  # compiled once for any number
             mark_dynamic(documents, 0)
         if targets is None:
@@ -87,7 +88,7 @@ class Samples:
     tokenizer = tokenizer_folder = end_of_text = bytes_per_token = None
     boundaries = False  # whether `rows` returns them instead of document numbers
     details = ""  # shown at the start of a run
-    GROUP_STEPS = 32  # steps among which documents are sorted by length, to save padding
+    GROUP_STEPS = 32  # documents of so many steps are sorted by length, to save padding
 
     def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int):
         self.name, self.n_samples, self.seq_len = name, n_samples, seq_len
@@ -299,10 +300,9 @@ def what_is_evaluated(cfg: Config, data: Mixture | None) -> dict:
 
 
 def loader(data: Mixture, cfg: Config, position: int, steps: int, ranks: Ranks):
-    """Yields this rank's micro-batches on `device` for the next `steps` steps.
+    """Yields this rank's micro-batches of the next `steps` steps, from sample `position` on.
 
-    The first step takes the samples from `position` on. One micro-batch is always on its way to
-    the device while the one before it is computed.
+    One is always on its way to the device while the one before it is computed.
     """
     n = cfg.batch_size
 
