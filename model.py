@@ -219,22 +219,22 @@ def generate(model: nn.Module, tokens: Tensor, max_new_tokens: int, temperature:
         return model.generate(tokens, max_new_tokens, temperature, top_k, top_p, stop, on_token)
     was_training, context = model.training, model.cfg.seq_len
     model.eval()
-    start, caches, useful = 0, None, None  # the model sees tokens[:, start:]
+    start, caches, caches_work = 0, None, None  # the model sees tokens[:, start:]
     ended, stops = torch.zeros_like(tokens[:, 0], dtype=torch.bool), tokens.new_tensor(stop)
     for _ in range(max_new_tokens):
         if tokens.shape[1] - start > context:
             start, caches = tokens.shape[1] - (context + 1) // 2, None
-        if fresh := caches is None:
+        if begins_anew := caches is None:
             capacity = min(context, tokens.shape[1] - start + max_new_tokens)
             caches = [layers.KVCache(capacity) for _ in model.blocks]
         unseen = tokens[:, start + caches[0].length :]
         logits = model.head(model.hidden(unseen, caches)[:, -1])
-        if useful is None and not fresh:  # not if a fork's layer looks back without a cache
-            whole = model.head(model.hidden(tokens[:, start:])[:, -1])
-            useful = bool(((whole - logits).std(-1) <= 0.1 * whole.std(-1)).all())
-            logits = whole
-        if useful is False or not all(cache.length for cache in caches):
-            caches = None
+        if caches_work is None and not begins_anew:  # once: a fork's layer may not use its cache
+            without = model.head(model.hidden(tokens[:, start:])[:, -1])
+            caches_work = bool(((without - logits).std(-1) <= 0.1 * without.std(-1)).all())
+            logits = without
+        if caches_work is False or not all(cache.length for cache in caches):
+            caches = None  # compute all positions again
         new = sample_token(logits, temperature, top_k, top_p)
         if stop:
             new = new.masked_fill(ended[:, None], stop[0])
