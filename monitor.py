@@ -60,8 +60,7 @@ class Monitor:
                  device: torch.device | None = None, first_step: int | None = None,
                  last_step=None, flops_per_token: int = 0, peak_flops: float | None = None,
                  about: dict | None = None, tensorboard=True, flush_secs: int = 60,
-                 tracker=None, group=None, datasets=(), columns=dict, autopsy=None,
-                 trace: int = 0):
+                 tracker=None, group=None, datasets=(), columns=dict, autopsy=None, trace: int = 0):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.out_dir = Path(out_dir).absolute() if out_dir is not None and rank == 0 else None
         self.log_interval, self.level, self.group = max(0, log_interval), level, group
@@ -198,21 +197,22 @@ class Monitor:
                 self.log(f"train/loss/{name}", total, weight)
             self.dataset_totals = torch.zeros_like(self.dataset_totals)
         gathered, self.gathered = self.gathered, {}  # other threads may log meanwhile
-        totals, weights = ([pair[i] for pair in gathered.values()] for i in (0, 1))
-        totals, weights, *parts = on_host(
+        totals = [total for total, _ in gathered.values()]
+        weights = [weight for _, weight in gathered.values()]
+        totals, weights, losses, norms, tokens = on_host(
             [totals, weights, self.losses.values(), self.grad_norms, [self.tokens]], self.device)
-        pairs = zip(totals, weights, strict=True)
-        parts += [self.clock.own_ms(self.steps), dict(zip(gathered, pairs, strict=True))]
+        metrics = {name: pair for name, *pair in zip(gathered, totals, weights, strict=True)}
+        mine = [losses, norms, tokens, self.clock.own_ms(self.steps), metrics]
         previous = self.phase("waiting" if dist.is_initialized() else self.clock.current)
-        of_ranks = gather(parts, self.group)
+        losses, norms, tokens, own, metrics = zip(*gather(mine, self.group), strict=True)  # by rank
         self.phase(previous)
-        losses, norms, tokens, own, metrics = zip(*of_ranks, strict=True)
         steps = [step - self.steps + n for n in self.losses]  # those with a loss
-        self.step_tokens = sum(of_rank[0] for of_rank in tokens) / self.steps
+        self.step_tokens = sum(count for (count,) in tokens) / self.steps
         row, anomalies = {}, []
         for name in sorted(set().union(*metrics), key=str):
-            total, weight = map(sum, zip(*(of[name] for of in metrics if name in of), strict=True))
-            row |= {name: total / weight} if weight else {}
+            pairs = [each[name] for each in metrics if name in each]
+            if all_weights := sum(weight for _, weight in pairs):
+                row[name] = sum(total for total, _ in pairs) / all_weights
         if any(losses):
             row["train/loss"] = sum(map(sum, losses)) / sum(map(len, losses))
         if norms[0]:
