@@ -37,8 +37,8 @@ def micro_batch_size(cfg, world_size: int, most: int = 0, uneven: bool = False) 
             f"process{'es' * (world_size > 1)}{micro}); the nearest is {sizes}; once "
             f"started, a run continues on any number of processes up to {cfg.batch_size} "
             "(--auto_resume)")
-    share = -(-cfg.batch_size // world_size)  # the largest one
-    return -(-share // -(-share // limit))
+    largest_share = -(-cfg.batch_size // world_size)
+    return -(-largest_share // -(-largest_share // limit))  # passes of equal size: few dummy rows
 
 
 def usual_micro_batch(cfg, device_bytes: int) -> int:

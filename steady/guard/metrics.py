@@ -36,9 +36,10 @@ def watch_for_waiting(model: nn.Module, clock):
     clock: () → the monitor's clock. Sharded models wait at each block, in forward and backward.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        # the gradient of the first parameter is the last to be ready; a hook must return None
-        first = next(p for p in model.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(lambda p: clock().phase("waiting") and None)
+        def gradients_ready(_):
+            clock().phase("waiting")
+        first = next(p for p in model.parameters() if p.requires_grad)  # its gradient comes last
+        first.register_post_accumulate_grad_hook(gradients_ready)
 
 
 def starting_row(run) -> dict:

@@ -102,8 +102,9 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
         return exit_code(print_all, argv, prog, (PermissionError,), interrupted)  # others' files
 
 
-def exit_code(main, argv: list[str], prog: str = "train.py", theirs: tuple = (), interrupted: str =
-              "interrupted; --auto_resume continues from the newest checkpoint") -> int:
+def exit_code(
+        main, argv: list[str], prog: str = "train.py", theirs: tuple = (),
+        on_ctrl_c: str = "interrupted; --auto_resume continues from the newest checkpoint") -> int:
     """The exit code of `main(argv)`; expected errors are printed as one line, as are `theirs`."""
     from steady.options import ConfigError, Failed
 
@@ -124,7 +125,7 @@ def exit_code(main, argv: list[str], prog: str = "train.py", theirs: tuple = (),
         say(f"{prog}: failed: {e}")
         return 1
     except KeyboardInterrupt:
-        print(f"\n{interrupted}".rstrip(), file=sys.stderr)
+        print(f"\n{on_ctrl_c}".rstrip(), file=sys.stderr)
         return 130
     except Exception as e:
         lost = several_ranks() and lost_connection(e)
@@ -142,8 +143,7 @@ def several_ranks() -> bool:
 
 
 def leave(code: int):
-    """End the process; a rank at once, or a gloo or NCCL thread that wakes up while the interpreter
-    shuts down aborts it ("terminate called without an active exception")."""
+    """End the process; a rank at once: its threads of gloo or NCCL may abort a slow shutdown."""
     import multiprocessing  # here: importing it takes 15 ms
     for loader in filter(lambda each: each.daemon, multiprocessing.active_children()):
         loader.kill()  # a stuck one ignores SIGTERM, and Python would wait for it

@@ -21,17 +21,17 @@ def roll_back(run, error: NotFinite):
     if run.cfg.on_nonfinite == "abort":
         raise error
     progress = run.progress
-    position, newest = progress.position, "there is no checkpoint to roll back to"
+    position, newest, problem = progress.position, None, "there is no checkpoint to roll back to"
     if run.dir.writer:
         run.dir.writer.wait()
     if run.ranks.rank == 0:
         try:
-            newest = latest_valid(run.dir.path / "checkpoints") or newest
+            newest = latest_valid(run.dir.path / "checkpoints")
         except (ConfigError, OSError) as e:  # all checkpoints are damaged, or the disk is gone
-            newest = str(e)
-    newest = run.ranks.broadcast(newest)
-    if isinstance(newest, str):
-        raise NotFinite(f"{error}; {newest}") from None
+            problem = str(e)
+    newest, problem = run.ranks.broadcast((newest, problem))
+    if newest is None:
+        raise NotFinite(f"{error}; {problem}") from None
     before = progress.rollbacks.count(newest.step)
     if before == MAX_ROLLBACKS:
         raise NotFinite(f"{error}; already rolled back to {newest} {MAX_ROLLBACKS} times") from None
@@ -70,7 +70,7 @@ def save_last_step(run):
         return
     writer.hurry = True
     mixed = run.ranks.watchdog.verdict.startswith("waiting")  # sums may be of different steps
-    sound = run.guard.clean and step and not mixed
+    sound = run.guard.clean and step > 0 and not mixed
     until = time.monotonic() + 30.0  # seconds: a device may never answer
     while sound and run.guard.updated and not run.guard.updated.query():
         sound = time.monotonic() < until
@@ -86,7 +86,7 @@ def quarantine(writer, error: ReplicasDiffer):
     """Set aside the checkpoints since the ranks last agreed, unless no other would be left."""
     writer.wait()
     found = list_checkpoints(writer.folder)
-    doubtful = [checkpoint for checkpoint in found if checkpoint.step > error.agreed]
-    for checkpoint in doubtful if len(doubtful) < len(found) else []:
-        checkpoint.set_aside()
-        print(f"warning: {checkpoint}: its weights are in doubt; set aside", flush=True)
+    if found and found[0].step <= error.agreed:
+        for doubtful in (checkpoint for checkpoint in found if checkpoint.step > error.agreed):
+            doubtful.set_aside()
+            print(f"warning: {doubtful}: its weights are in doubt; set aside", flush=True)

@@ -293,7 +293,7 @@ def test_the_clock_ends_a_run(go, corpus):
     """Steps in flight count: it waits for the device where it measures, and at no other step."""
     def hook():
         deadline = importlib.import_module("steady.guard.deadline")
-        deadline.SETTING_STEP, deadline.EARLIER = 8, ()
+        deadline.SETTING_STEP, deadline.EARLIER_STEPS = 8, ()
 
     flags = [*SMALL, "--data", corpus, "--max_minutes", "0.1", "--cache_clear_interval", "0"]
     at = flags.index("--max_steps")
