@@ -95,9 +95,9 @@ def run_files(out_dir: Path) -> list[Path]:
 
 def saved_config(cfg, out_dir: Path | None) -> Path | None:
     """The config.yaml of the run to continue; None for a new one."""
-    run = cfg.resume and Checkpoint(Path(cfg.resume)).run_dir or out_dir
-    found = run and (cfg.resume or cfg.auto_resume) and (run / "config.yaml").exists()
-    return run / "config.yaml" if found else None
+    of_checkpoint = Checkpoint(Path(cfg.resume)).run_dir if cfg.resume else None
+    run = (of_checkpoint or out_dir) if cfg.resume or cfg.auto_resume else None
+    return run / "config.yaml" if run and (run / "config.yaml").exists() else None
 
 
 def redirect(cfg) -> dict:

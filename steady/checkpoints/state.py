@@ -106,11 +106,11 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
         states = {i if isinstance(i, str) else mine.index(names[i]): each  # strings: its own keys
                   for i, each in saved["state"].items()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, name in enumerate(mine) if moved else ():  # else each rank reads its own file
+        for i, name in enumerate(mine):
             leaves = {}
             checkpoints.tree_map(leaves.__setitem__, states.get(i, {}))
             for key, x in leaves.items():
-                if isinstance(x, torch.Tensor) and x.ndim and len(x) != len(params[i]):
+                if moved and isinstance(x, torch.Tensor) and x.ndim and len(x) != len(params[i]):
                     raise ConfigError(f"{checkpoint}: {type(optimizer).__name__}'s {key} of {name} "
                                       "cannot be resharded by rows; resume with as many ranks")
         groups = optimizer.state_dict()["param_groups"]
