@@ -69,12 +69,13 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.batches = self.state and self.batches or self.make_batches()  # a fork may clear it
+        if not (self.state and self.batches):  # at first, or after a fork has cleared the state
+            self.batches = self.make_batches()
         go = 1.0 if self.found_inf is None else 1.0 - self.found_inf  # 0 skips the step
         for batch in self.batches:
             directions = []
-            for group, some, momentum, _ in batch:
-                grads = [torch.zeros_like(p[some]) if p.grad is None else p.grad[some]
+            for group, part, momentum, _ in batch:
+                grads = [torch.zeros_like(p[part]) if p.grad is None else p.grad[part]
                          for p in group["params"]]
                 directions.append(self.average(grads, momentum, group["momentum"],
                                                self.grad_scale, go, self.dtype))
@@ -85,32 +86,31 @@ class Muon(torch.optim.Optimizer):
                 directions = [self.orthogonalize_some(directions[0])]
             else:
                 directions = self.orthogonalize(directions)
-            for (group, some, _, squares), direction in zip(batch, directions, strict=True):
+            for (group, part, _, squares), direction in zip(batch, directions, strict=True):
                 lr = self.number(group["lr"])
-                self.apply([p[some] for p in group["params"]], direction, squares, group["beta2"],
+                self.apply([p[part] for p in group["params"]], direction, squares, group["beta2"],
                            lr, lr * group["weight_decay"], go)
     step._step_supports_amp_scaling = True  # reads grad_scale and found_inf, as fused AdamW does
 
     def make_batches(self) -> list[list[tuple]]:
         """All parts: large and sharded ones alone, small ones of the same smaller side together."""
         batches, numbers, before = [], 0, None
-        for group in self.param_groups:
-            for part in self.parts(group) if group["params"] else ():
-                momentum = part[2]
-                numbers += momentum.numel()
-                alone = self.shards or momentum.numel() >= LARGE
-                alike = id(momentum) if alone else (min(momentum.shape[1:]), numbers // MOST)
-                if alike != before:
-                    batches.append([])
-                batches[-1].append(part)
-                before = alike
+        groups = [group for group in self.param_groups if group["params"]]
+        for part in (part for group in groups for part in self.parts(group)):
+            momentum = part[2]
+            numbers += momentum.numel()
+            alone = self.shards or momentum.numel() >= LARGE
+            alike = id(momentum) if alone else (min(momentum.shape[1:]), numbers // MOST)
+            if alike != before:
+                batches.append([])
+            batches[-1].append(part)
+            before = alike
         return batches
 
     def parts(self, group: dict) -> list[tuple]:
         """(group, slice of its weights, momenta [n, rows, columns], mean squares [n, rows, 1]).
 
-        A group of matrices is one part; a stack of more than MOST numbers is several. The state of
-        each weight is a view of them.
+        Matrices are one part; a stack of over MOST numbers is several. A weight's state is a view.
         """
         params, stacks = group["params"], []
         is_stack, ranks = params[0].ndim == 3, self.shards.size if self.shards else 1
