@@ -48,9 +48,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, tflops: float | None = 
                devices: int = 1) -> float | None:
     """Peak FLOP/s of `devices` in products of this dtype; None if unknown. tflops: of one."""
     if not tflops and device.type == "cuda":
-        peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
-        tflops = peaks and peaks[dtype == torch.float32]
-    return tflops and tflops * 1e12 * devices
+        half, single = PEAK_TFLOPS.get(torch.cuda.get_device_name(device), (None, None))
+        tflops = single if dtype == torch.float32 else half
+    return tflops * 1e12 * devices if tflops else None
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:

@@ -85,7 +85,8 @@ def config_from_hf(cfg):
         raise ConfigError(f"--seq_len {cfg.seq_len}: {cfg.init_from} has a context of {longest}; "
                           "beyond a sliding window, pass --model transformers")
     usual = FINE_TUNING | dict(seq_len=min(longest, FINE_TUNING["seq_len"]))
-    usual |= dict(learning_rate=2e-4) if cfg.lora_rank else {}
+    if cfg.lora_rank:
+        usual["learning_rate"] = 2e-4
     return replace(cfg, **shape, **{k: v for k, v in usual.items() if getattr(cfg, k) is None})
 
 
@@ -170,10 +171,8 @@ def hf_key_map(cfg) -> dict[str, tuple[str, slice]]:
     """Hugging Face's name of each tensor → our name and the rows in our tensor."""
     q, kv = cfg.n_head * cfg.head_dim, cfg.n_kv_head * cfg.head_dim
     everything, vocabulary = slice(None), slice(cfg.vocab_size)  # ours pads the vocabulary
-    out = {
-        EMBEDDING: ("embedding.weight", vocabulary),
-        "model.norm.weight": ("norm.weight", everything),
-    }
+    out = {EMBEDDING: ("embedding.weight", vocabulary),
+           "model.norm.weight": ("norm.weight", everything)}
     if not cfg.tie_embeddings:
         out[HEAD] = ("head.weight", vocabulary)
     block = {
@@ -207,12 +206,12 @@ def load_initial(model: nn.Module, name: str, shards: Shards):
     """
     cfg, wanted, folder = model.cfg, hf_key_map(model.cfg), folders(name)[-1]
     found = tensors_of(weight_files(folder))
-    if missing := [name for name in wanted if name not in found]:
+    if missing := [theirs for theirs in wanted if theirs not in found]:
         raise ConfigError(f"{folder}: has no {shorten(missing)}")
     if cfg.tie_embeddings and HEAD in found:  # older programs save it all the same
         if not torch.equal(found.pop(HEAD)[:], found[EMBEDDING][:]):
             raise ConfigError(f"{folder}: {UNTIED}")
-    unused = [name for name in found if name not in wanted and not name.endswith(".inv_freq")]
+    unused = [each for each in found if each not in wanted and not each.endswith(".inv_freq")]
     if unused:
         raise ConfigError(f"{folder}: its config.json has no place for {shorten(unused)}")
     shapes, held = model.state_dict(), shards.tensors_of(model)
@@ -257,8 +256,8 @@ def save_config(cfg, source: Path | None, out: Path, dtype: torch.dtype, ends: l
 
     source: the folder of --init_from, if any; its files change only as training requires.
     """
-    found, usual = ({} if source is None else read_json(source / name)
-                    for name in ("config.json", "generation_config.json"))
+    found, generation = ({} if source is None else read_json(source / name)
+                         for name in ("config.json", "generation_config.json"))
     foreign = cfg.model == "transformers"
     made = read_json(out / "config.json") if foreign else config_json(cfg)
     if not found or foreign and made.get("architectures") != found.get("architectures"):
@@ -275,12 +274,12 @@ def save_config(cfg, source: Path | None, out: Path, dtype: torch.dtype, ends: l
         part |= {name: value for name, value in old_rope(part).items() if name not in part}
     for name in ("bos_token_id", "pad_token_id"):
         if name in found:
-            usual.setdefault(name, found[name])
+            generation.setdefault(name, found[name])
     if ends:
-        found["eos_token_id"] = usual["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-        if usual.get("pad_token_id") is None:
-            usual["pad_token_id"] = ends[0]
-    for name, content in (("config.json", found), ("generation_config.json", usual)):
+        found["eos_token_id"] = generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        if generation.get("pad_token_id") is None:
+            generation["pad_token_id"] = ends[0]
+    for name, content in (("config.json", found), ("generation_config.json", generation)):
         (out / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     for file in out.glob("*.safetensors"):  # written with mode 600
         file.chmod((out / "config.json").stat().st_mode)
@@ -288,7 +287,8 @@ def save_config(cfg, source: Path | None, out: Path, dtype: torch.dtype, ends: l
 
 def config_json(cfg) -> dict:
     """The config.json of our Transformer."""
-    kind = "qwen3" if cfg.qk_norm else "qwen2" if cfg.qkv_bias else "llama"
+    kind = "qwen2" if cfg.qkv_bias else "llama"
+    kind = "qwen3" if cfg.qk_norm else kind
     scaled = next(name for name, values in ROPE.items() if len(values) == len(cfg.rope_scaling))
     rope = dict(zip(ROPE[scaled], cfg.rope_scaling, strict=True))
     rope |= dict(rope_type=scaled, rope_theta=cfg.rope_theta)
