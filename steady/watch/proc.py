@@ -72,8 +72,8 @@ def available_threads(now: int) -> float:
     """Threads that could still be started, by the user's limit and by the cgroup's."""
     rooms = [soft_limit("RLIMIT_NPROC") - now]  # the user's other processes are not counted
     for folder in cgroup_folders():
-        limit = number(f"{folder}/pids.max")
-        rooms.append(limit - number(f"{folder}/pids.current") if limit < math.inf else math.inf)
+        if (limit := number(f"{folder}/pids.max")) < math.inf:
+            rooms.append(limit - number(f"{folder}/pids.current"))
     return max(0.0, min(rooms))
 
 

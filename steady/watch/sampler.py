@@ -131,7 +131,7 @@ class Sampler:
                 places = [self.name(code, line, sources) for code, line in filter(None, place)]
                 name = " < ".join(places) + (f" | {library}" if library else "")
             profile[phase][name] += n
-        return {"profile": profile} | ({"sources": sources} if sources else {})
+        return {"profile": profile, "sources": sources} if sources else {"profile": profile}
 
     def name(self, code, line: int, sources: dict) -> str:
         """The place of a line; adds its text to the sources if it is new."""

@@ -1,6 +1,7 @@
 """Outputs of metrics: metrics.jsonl, TensorBoard, a tracker. Training needs none of them."""
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -18,16 +19,15 @@ SAY_SECONDS = 2.0  # a message waits at most this long for stderr
 class Sinks:
     """A sink that fails is given up with one warning.
 
-    history: the rows of an earlier process, up to start_step. tensorboard: its folder, True for
-    out_dir/tensorboard. tracker: its module and the settings of the run to show there.
+    history: the rows of an earlier process, up to start_step; tensorboard, tracker: see Monitor.
     """
 
     def __init__(self, out_dir: Path, start_step: int, tensorboard: Path | bool | None,
                  flush_secs: int = 60, tracker: tuple[str, dict] | None = None):
-        self.open, self.history, self.evaluated = {}, History(), set()
+        self.open, self.history, self.written = {}, History(), set()
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
-            file, self.history, self.evaluated = open_metrics(out_dir / "metrics.jsonl", start_step)
+            file, self.history, self.written = open_metrics(out_dir / "metrics.jsonl", start_step)
             self.open["metrics.jsonl"] = file
         except OSError as e:
             alert(f"warning: no metrics.jsonl, training continues: {e}")
@@ -40,8 +40,8 @@ class Sinks:
     def write(self, step: int, row: dict) -> dict:
         step, row = plain(step), {str(name): plain(value) for name, value in row.items()}
         if self.history.evaluated not in (None, row.get("evaluated", self.history.evaluated)):
-            self.evaluated = set()  # the earlier process evaluated other data
-        row = {name: value for name, value in row.items() if (step, name) not in self.evaluated}
+            self.written = set()  # the earlier process evaluated other data
+        row = {name: value for name, value in row.items() if (step, name) not in self.written}
         if not row:  # for example, an evaluation without a target
             return row
         text = json.dumps({"step": step} | row | {"step": step}, default=str)
@@ -52,7 +52,7 @@ class Sinks:
         return row | {"step": step}
 
     def close(self):
-        """Close all but metrics.jsonl, which the last sample still needs."""
+        """Close all but metrics.jsonl: the last sample still needs it."""
         for name, close in (("TensorBoard", TensorBoard.close), ("tracker", wandb_sink.finish)):
             self.use(name, close)
             self.open.pop(name, None)
@@ -92,11 +92,13 @@ def open_metrics(path: Path, start_step: int) -> tuple:
         rows = []
     kept = [row for _, row in rows if row["step"] <= start_step]
     first = next((i for i, (_, row) in enumerate(rows) if row["step"] > start_step), len(rows))
-    file = open(path, "a+", 1, "utf-8")  # each row is written as a whole; late: a spike, at its log
-    late = [os.pread(file.fileno(), end - at, at).decode(errors="replace") for (at, _), (end, row)
-            in zip(rows[first:], rows[first + 1 :], strict=False) if row["step"] <= start_step]
+    file = open(path, "a+", 1, "utf-8")  # each row is written as a whole
+    kept_later = []  # rows after `first` but of earlier steps: a spike is written at its log
+    for (begin, _), (end, row) in itertools.pairwise(rows[first:]):
+        if row["step"] <= start_step:
+            kept_later.append(os.pread(file.fileno(), end - begin, begin).decode(errors="replace"))
     os.truncate(path, rows[first - 1][0] if first else 0)
-    file.writelines(late)
+    file.writelines(kept_later)
     lost, newest, step = 0.0, start_step, max(0, start_step)  # some loops count from 0
     for row in (row for _, row in rows if row["step"] > start_step):
         lost += sum(seconds_of(row, newest).values())
@@ -105,16 +107,13 @@ def open_metrics(path: Path, start_step: int) -> tuple:
             file.write(json.dumps({"step": step, "hang": row["hang"]}) + "\n")
     if lost:
         file.write(json.dumps({"step": step, "lost_s": lost}) + "\n")
-    evaluated = {(start_step, name) for row in kept if row["step"] == start_step
-                 for name in row if name.startswith("val/")}  # left by a killed process
-    return file, History(kept), evaluated
+    written = {(start_step, name) for row in kept if row["step"] == start_step
+               for name in row if name.startswith("val/")}  # left by a killed process
+    return file, History(kept), written
 
 
 class TensorBoard:
-    """A SummaryWriter that continues an earlier process's.
-
-    Opened at the first log: loader processes must fork before its thread starts.
-    """
+    """A SummaryWriter, opened at the first log: loaders must fork before its thread starts."""
 
     def __init__(self, folder: Path, first_step: int, flush_secs: int):
         self.folder, self.first_step, self.flush_secs = folder, first_step, flush_secs

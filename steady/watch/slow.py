@@ -20,7 +20,7 @@ WORTH_REPORTING = 0.1  # of a step, all causes together
 WORTH_NAMING = 0.05  # of a step, one cause
 STARVED = 0.15  # of a step, waiting for loader processes: less is the price of handing a batch over
 ALWAYS = 0.25  # quantile over logs: a cause that comes and goes is not slow from the start
-SLOWER_RANK = 1.3  # times the work of the others: healthy ranks reach 1.1
+SLOW_RANK = 1.3  # times the work of the others: healthy ranks reach 1.1
 BUSY_THREAD = 0.2  # of a step
 PADDING = 0.2
 TIMES_RARER = {"logging": 10, "evaluation": 2, "checkpoint": 2}  # the advice for outside phases
@@ -96,8 +96,9 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
 def eager(history: History) -> list[Finding]:
     """torch.compile has given up on functions that it compiled again and again."""
     rows = [row for row in history.rows if row.get("perf/eager_functions")]
-    return [Finding("eager", first["step"], dict(count=int(rows[-1]["perf/eager_functions"])))
-            for first in rows[:1]]
+    if not rows:
+        return []
+    return [Finding("eager", rows[0]["step"], dict(count=int(rows[-1]["perf/eager_functions"])))]
 
 
 def take_lines(left: Left, phase: str, lines: dict[str, int], sources: dict[str, str], host: bool):
@@ -131,7 +132,7 @@ def take_rank(left: Left, mean: dict, rows: list[dict]):
     """Take the wait for a rank that is slower than the others all the time."""
     ratio, waits = mean.get("perf/slowest_rank_ratio", 1.0), left.ms["waiting"]
     rank, phase, share = slowest_rank(rows)
-    if ratio > SLOWER_RANK and share > 0.7:
+    if ratio > SLOW_RANK and share > 0.7:
         gain = waits if rank else (mean["perf/step_ms"] - waits) * (1 - 1 / ratio)
         left.take("slow rank", gain, STEP_PHASES, rank=rank, ratio=ratio, phase=phase)
 

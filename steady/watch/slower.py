@@ -39,7 +39,7 @@ SLOWER_RANK = 1.1  # times the work of the others
 LINE_SURE = 1.5  # times half its 95 % interval: the surest of some ten lines is picked
 LINE_LEFT = 0.7  # times that half interval must be left to explain: less is noise
 CERTAIN_LOOKS = 60  # looks of the sampler, to name a line with certainty
-PATIENCE = 32  # points to wait for them
+MOST_POINTS = 32  # to wait for so many looks
 
 
 def slowdown(history: History) -> list[Finding]:
@@ -64,7 +64,7 @@ def slowdown(history: History) -> list[Finding]:
 
 def is_certain(found: Finding) -> bool:
     """Whether a live report would name the line, or waiting longer would not help."""
-    return not 0 < found.values["looks"] < CERTAIN_LOOKS or found.values["points"] > PATIENCE
+    return not 0 < found.values["looks"] < CERTAIN_LOOKS or found.values["points"] > MOST_POINTS
 
 
 # --- points of equal work --------------------------------------------------------------------
