@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, default_convert
 
 from config import Config
 from steady.checkpoints.disk import retry
-from steady.guard.memory import share
+from steady.guard.memory import to_shared_memory
 from steady.guard.process import FORK, leave_to_parent
 from steady.options import ConfigError, Failed
 from steady.private import mark_dynamic
@@ -132,7 +132,7 @@ class Samples:
 
     def __getitems__(self, positions: tuple) -> Batch | Exception:  # called by DataLoader
         try:
-            return share(retry(lambda: self.rows(*positions)))
+            return to_shared_memory(retry(lambda: self.rows(*positions)))
         except (ConfigError, Failed) as e:
             return e  # raised from a loader process, it would come with a traceback around it
 

@@ -391,14 +391,14 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     ranks.require_same("data", lambda: [d and d.fingerprint for d in (train_data, val_data)])
     # the checkpoint to continue from
     run_dir = rundir.pick_checkpoint(cfg, out_dir) if rank == 0 else rundir.RunDir(out_dir)
-    start = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
-    if cfg.init_from and not start and cfg.model != "transformers":  # it reads other formats
+    checkpoint = run_dir.resumed_from = ranks.broadcast(run_dir.resumed_from)
+    if cfg.init_from and not checkpoint and cfg.model != "transformers":  # it reads other formats
         ranks.require_same("init_from", partial(huggingface.fingerprint, cfg.init_from))
-    if cfg.eval_only and not (start or cfg.init_from):
+    if cfg.eval_only and not (checkpoint or cfg.init_from):
         raise ConfigError("--eval_only: there is no checkpoint to evaluate")
     # model, optimizers, state
     ranks.micro_batch = memory.choose_micro_batch(cfg, ranks, uneven)
-    model = make_model(cfg, train_data, start, device, dtype, shards)
+    model = make_model(cfg, train_data, checkpoint, device, dtype, shards)
     shards.hold(model)
     if len(lora.kept(shards.parameters, cfg.lora_rank)) < len(shards.parameters):
         raise ConfigError("--lora_rank: checkpoints would lack the other weights that are trained")
@@ -413,8 +413,8 @@ def set_up(cfg: Config, out_dir: Path | None = None) -> Run:
     if run.compiled:  # in place: parameter names stay the module's
         parallel.compile_in_place(model, run.optimizers, train_data.row_lengths_vary, world_size)
     watch_for_waiting(run.ddp, lambda: run.monitor.clock)
-    if start:
-        load_checkpoint(run, start)
+    if checkpoint:
+        load_checkpoint(run, checkpoint)
     return run
 
 

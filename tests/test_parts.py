@@ -110,7 +110,7 @@ def test_a_folder_that_gets_its_name_meanwhile_is_whole_or_absent(tmp_path):
 
 
 def test_a_rank_that_writes_nothing_leaves_the_old_checkpoint(monkeypatch, tmp_path):
-    monkeypatch.setattr(writer, "PATIENCE", 0.1)
+    monkeypatch.setattr(writer, "PARTS_SECONDS", 0.1)
     write_parts(tmp_path, (1, 0))
     whole = {path: path.read_bytes() for path in tmp_path.rglob("*.pt")}
     with pytest.raises(OSError, match="not written, or not to a file system .* rank_1_of_2.pt"):
@@ -156,7 +156,7 @@ def test_a_disk_error_of_one_rank_passes(run):
     """Twice in a run: the others' parts are cleared away each time, and the next save is whole."""
     def hook(rank):
         fails = raising(OSError("no luck"))
-        plain, writer.PATIENCE = writer.write_checkpoint, 1000  # nobody waits for what failed
+        plain, writer.PARTS_SECONDS = writer.write_checkpoint, 1000  # nobody waits for what failed
         bad = ("step_00000001", "step_00000004") if rank == 1 else ()
         writer.write_checkpoint = lambda path, state: (
             fails if path.parent.name.startswith(bad or "-") else plain)(path, state)

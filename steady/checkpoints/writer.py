@@ -17,7 +17,7 @@ from steady.checkpoints.disk import SHARED, delete, disk_error, put_in_place, re
 from steady.options import Failed
 
 MAX_FAILURES = 3  # saves in a row that may fail before training stops
-PATIENCE = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
+PARTS_SECONDS = 60.0  # seconds, at least, that rank 0 waits for the parts of the others
 HURRY = 3.0  # after an error: other ranks may be gone, or waiting for this one to exit
 
 
@@ -133,7 +133,7 @@ class Writer:
                 if Checkpoint(draft).exists() or Checkpoint(path).exists():
                     self.written = step
                 return
-            patience = max(PATIENCE, 3 * (now - began))
+            patience = max(PARTS_SECONDS, 3 * (now - began))
             while missing := set(parts) - set(seen := os.listdir(draft)):
                 if "failed" in seen or time.monotonic() - now > (HURRY if self.hurry else patience):
                     raise OSError(f"not written, or not to {SHARED}: {', '.join(sorted(missing))}")

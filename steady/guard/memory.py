@@ -104,7 +104,7 @@ def memory_advice(ranks, batch_size: int, error: BaseException) -> str:
     return f"out of memory: {str(error).splitlines()[0].rstrip('.')}; {advice}"
 
 
-def share(batch: tuple) -> tuple:
+def to_shared_memory(batch: tuple) -> tuple:
     """In a loader process, copy a batch to shared memory before the queue to the trainer does: its
     thread would drop a batch without room there, and the trainer wait for ever. Raises Failed.
     """

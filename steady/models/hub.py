@@ -18,10 +18,10 @@ def fetch_files(name: str, code: bool = False, weights: bool = True) -> Path:
         return folder
     from huggingface_hub import snapshot_download
 
-    kinds = ["*.json", "*.model", "*.txt", "*.jinja"]
-    kinds += ["*.py"] * code + ["*.safetensors"] * weights
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    patterns += ["*.py"] * code + ["*.safetensors"] * weights
     try:
-        return Path(snapshot_download(name, allow_patterns=kinds))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as e:  # offline, no such model, no permission: each raises its own class
         raise ConfigError(f"no folder or hub model called {name} ({reason(e)})") from None
 

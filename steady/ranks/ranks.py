@@ -86,7 +86,7 @@ def refuse_lone_tasks():
 
 
 stores = []  # the store of all ranks, once they have met
-groups = itertools.count()  # a second run in this process must not read the addresses of the first
+group_numbers = itertools.count()  # a second run here must not read the addresses of the first
 PATIENT = 6  # times --hang_seconds: start-up, first steps, checkpoints, compilation, between steps
 FOR_EVER = timedelta(days=7)  # rank 0 may upload for hours; the watchdog handles hangs
 
@@ -107,7 +107,7 @@ def meet(hang_seconds: float):
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", rank=rank,
         world_size=world_size, timeout=timedelta(seconds=max(1800, 2 * patience)),
-        store=dist.PrefixStore(f"group {next(groups)}", stores[0]))
+        store=dist.PrefixStore(f"group {next(group_numbers)}", stores[0]))
 
 
 def join(rank: int, world_size: int, patience: float) -> dist.Store:
