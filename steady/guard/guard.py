@@ -28,7 +28,8 @@ class Guard:
     """
 
     def __init__(self, cfg, ranks):
-        self.cfg, self.ranks, self.clean, self.agreed, device = cfg, ranks, True, 0, ranks.device
+        self.cfg, self.ranks, device = cfg, ranks, ranks.device
+        self.clean, self.agreed = True, 0
         self.updated = torch.cuda.Event() if device.type == "cuda" else None
         self.nonfinite = torch.zeros((), device=device)
         self.spikes = Spikes(cfg.skip_spikes, device, cfg.log_interval) if cfg.skip_spikes else None
@@ -53,15 +54,14 @@ class Guard:
         step as an uninterrupted one. With --on_nonfinite skip it raises only if the weights are not
         finite either: then no later step can be. ended: whether the run has made all steps.
         """
-        cfg = self.cfg
+        cfg, shards = self.cfg, self.ranks.shards
         if due(step, cfg.check_replicas_interval, cfg.max_steps):
-            compare_replicas(self.ranks.shards, step, self.agreed)
+            compare_replicas(shards, step, self.agreed)
             self.agreed = step
         at_log = due(step, cfg.log_interval, cfg.max_steps)
         count = int(self.nonfinite) if at_log or ended else 0
         many = at_log and count >= cfg.max_nonfinite
         if many or ended:  # waits for the device
-            shards = self.ranks.shards
             buffers = dict(shards.model.named_buffers(remove_duplicate=False))
             norms = torch._foreach_norm([
                 x.nan_to_num(torch.nan, 0, 0) if name in buffers else x  # a mask has infinities

@@ -49,9 +49,9 @@ def usual_micro_batch(cfg, device_bytes: int) -> int:
     if device_bytes and cfg.model != "transformers" and cfg.attention != "math":
         # bytes per token: --estimate counts at most 26 d_model + 8 d_ff for a block in bf16
         of_blocks = cfg.n_layer * (7 * cfg.d_model + 2 * cfg.d_ff)
-        token = (8 if cfg.precision == "fp32" else 4) * (of_blocks + 2 * cfg.vocab_size)
+        of_a_token = (8 if cfg.precision == "fp32" else 4) * (of_blocks + 2 * cfg.vocab_size)
         room = device_bytes / 2 - 16 * parameter_count(cfg)  # with gradients and AdamW's state
-        tokens = min(max(tokens, int(room / token)), ON_A_LARGE_GPU)
+        tokens = min(max(tokens, int(room / of_a_token)), ON_A_LARGE_GPU)
     return tokens // cfg.seq_len or 1
 
 

@@ -103,9 +103,9 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
 
 
 def exit_code(
-        main, argv: list[str], prog: str = "train.py", theirs: tuple = (),
+        main, argv: list[str], prog: str = "train.py", also_expected: tuple = (),
         on_ctrl_c: str = "interrupted; --auto_resume continues from the newest checkpoint") -> int:
-    """The exit code of `main(argv)`; expected errors are printed as one line, as are `theirs`."""
+    """The exit code of `main(argv)`; expected errors are printed as one line, as are others given."""
     from steady.options import ConfigError, Failed
 
     if several_ranks():
@@ -118,7 +118,7 @@ def exit_code(
         if several_ranks():
             leave_group()
         return code
-    except (ConfigError, *theirs) as e:
+    except (ConfigError, *also_expected) as e:
         say(f"{prog}: error: {' '.join(str(e).splitlines())}")
         return 2
     except Failed as e:

@@ -235,7 +235,7 @@ def describe(code: str, blamed: list[int], notes: dict[int, dict]) -> str:
         return "all ranks wait for one another: check the network between the hosts"
     hosts = ", ".join(sorted({notes[rank]["host"] for rank in blamed}))
     who, first = f"{rank_list(blamed)} (host {hosts})", notes[blamed[0]]
-    where = f"{position(first)}{' at ' * bool(first['line'])}{first['line']}"
+    where = position(first) + (f" at {first['line']}" if first["line"] else "")
     return {
         "silent": f"no answer from {who}, last in {where}: dead, stopped, or its network is gone",
         "stuck": f"{who}: stuck in {where}",

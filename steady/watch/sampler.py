@@ -69,7 +69,7 @@ class Sampler:
         self.counts = Counter()  # looks by (phase, ((code, line), the caller's), library)
         self.named = set()  # "FILE:LINE" of the sources already in the file
         self.hurry, self.ended = True, False
-        self.models = False  # whether the loop has a phase for its model
+        self.has_model_phase = False  # whether the loop names the phase of its model
         threading.Thread(target=self.run, name="steady sampler", daemon=True).start()
 
     def run(self):
@@ -101,8 +101,8 @@ class Sampler:
     def look(self, frame):
         """Count the thread's place; keeps no frame, and so none of the tensors in it."""
         phase = self.clock.current
-        self.models |= phase == "forward"
-        outer = frame if self.models and phase not in COMPUTE else None
+        self.has_model_phase |= phase == "forward"
+        outer = frame if self.has_model_phase and phase not in COMPUTE else None
         while outer:  # beside the model's phases: the line that calls a model, not one within it
             frame, outer = outer.f_back if outer.f_code is MODULE_CALL else frame, outer.f_back
         inner = innermost(frame)

@@ -63,9 +63,9 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     # in a GPU's compute phases the host waits for kernels that have to run in any case
     phases = HOST_PHASES if "memory/allocated_gb" in mean else (*STEP_PHASES, "logging")
     # in a loop without phases, or with names of its own, "other" is the model's
-    own = any(name.startswith("phase/") for name in mean)
-    models = own or ms["other"] >= 2 * (ms["forward"] + ms["backward"])
-    host = HOST_PHASES[:2] if models else HOST_PHASES
+    own_names = any(name.startswith("phase/") for name in mean)
+    other_is_model = own_names or ms["other"] >= 2 * (ms["forward"] + ms["backward"])
+    host = HOST_PHASES[:2] if other_is_model else HOST_PHASES
     for phase in mean["profile"].keys() & {*phases}:
         take_lines(left, phase, mean["profile"][phase], history.sources, phase in host)
     take_rank(left, mean, rows)
