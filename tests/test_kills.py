@@ -39,7 +39,7 @@ def count_and_die(rank: int, count, die_at: int):
         if name in FILE_EVENTS and "runs/" in str(args[0]):
             event()
 
-    writer.PATIENCE = 10.0  # a killed rank writes nothing
+    writer.PARTS_SECONDS = 10.0  # a killed rank writes nothing
     sys.addaudithook(audit)
     poison(64, 96)
     before(train, "learning_rate", event)
