@@ -191,8 +191,9 @@ class Mixture(Samples):
         return int(self.per_sample("lengths", *self.order(start, start + n)).sum())
 
     def typical_length(self) -> float:
-        of = [(d.document_lengths, float(d.weights[0] / d.n_samples)) for d in self.datasets]
-        return sum(w * (n**2).sum() for n, w in of) / sum(w * n.sum() for n, w in of)
+        each = [(d.document_lengths, float(d.weights[0] / d.n_samples)) for d in self.datasets]
+        squares = sum(weight * (lengths**2).sum() for lengths, weight in each)
+        return squares / sum(weight * lengths.sum() for lengths, weight in each)
 
     def batch(self, start: int, stop: int) -> Batch:
         """As Samples.batch, with ids of 2 or 4 bytes. Raises ConfigError if an id is too large."""
@@ -250,7 +251,8 @@ def load_data(cfg: Config) -> tuple[Mixture, Mixture | None]:
         train_data = load(cfg.data, "train", "--data", cfg.seed)
         train_data.group_by_length(train_data.GROUP_STEPS, cfg.batch_size)
     cfg.vocab_size = max(cfg.vocab_size or 0, train_data.vocab_size)
-    cfg.data_mode = cfg.data_mode if train_data.mode == "stream" else train_data.mode  # or auto
+    if train_data.mode != "stream":  # else "auto" stays, to find prompts in validation data alone
+        cfg.data_mode = train_data.mode
     cfg.max_steps = cfg.max_steps or -(-cfg.epochs * train_data.n_samples // cfg.batch_size)
     val_data = train_data if cfg.eval_only else load(cfg.val_data or cfg.data, "val", val_option, 0)
     if val_data:
@@ -331,10 +333,7 @@ def loader(data: Mixture, cfg: Config, position: int, steps: int, ranks: Ranks):
 
 
 def eval_batches(data: Mixture, n: int, ranks: Ranks):
-    """Yields this rank's share of the first n samples.
-
-    Every rank yields the same number of micro-batches; dummy rows are masked.
-    """
+    """This rank's micro-batches of the first n samples, as many on all ranks; dummies masked."""
     for start in range(0, n, ranks.micro_batch * ranks.world_size):
         first = start + ranks.rank * ranks.micro_batch
         yield data.rows(first, first + ranks.micro_batch, n).to(ranks.device, n - first)
