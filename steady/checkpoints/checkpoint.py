@@ -83,10 +83,9 @@ class Checkpoint:
         if state.get("format") not in (FORMAT, None):
             return None  # `states` refuses it by its version
         wrong = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
-        if not wrong:
-            wrong = [name for name in ("step", "position") if state[name] < 0]
-            wrong += [f"one {name} in all parts" for name in ("step", "config")  # of two saves, or
-                      if any(part.get(name) != state[name] for part in others)]  # copied by hand
+        wrong = wrong or [name for name in ("step", "position") if state[name] < 0]
+        wrong = wrong or [f"one {name} in all parts" for name in ("step", "config")  # two saves, or
+                          if any(part.get(name) != state[name] for part in others)]  # by hand
         if not wrong and (name := NAME.fullmatch(self.path.name)) and int(name[1]) != state["step"]:
             return f"renamed: of step {state['step']}"
         return f"missing or wrong: {', '.join(wrong)}" if wrong else None

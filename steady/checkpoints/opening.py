@@ -53,7 +53,6 @@ def describe(run) -> str:
     name = f"--depth {cfg.depth} (EXPERIMENTS.md)" if cfg.depth else cfg.init_from or cfg.model
     foreign = ", through transformers' own module" if cfg.model == "transformers" else ""
     sharded = f", {cfg.parallel} over {ranks.shards.size}" if ranks.shards.size > 1 else ""
-    resumed = run.dir.resumed_from
     return "\n".join(filter(None, [
         f"device  {ranks.world_size} x {ranks.device.type} ({device_name(ranks.device)}), "
         f"{DTYPE_NAMES[ranks.dtype]}, {attention_backend(cfg, ranks.device, ranks.dtype)} "
@@ -66,5 +65,5 @@ def describe(run) -> str:
         f"step    {'at most ' * data.row_lengths_vary}{si(cfg.batch_size * cfg.seq_len)} tokens = "
         f"{cfg.batch_size} x {cfg.seq_len}: {ranks.world_size} x {run.accumulation} micro-batches "
         f"of {ranks.micro_batch}; rate {cfg.learning_rate:.3g}, decay {cfg.weight_decay:.2g}",
-        f"run     {run.dir.path}" + (", a new run" if cfg.auto_resume and not resumed else ""),
-        f"resume  {resumed} at step {progress.step}" if resumed else ""]))
+        f"run     {run.dir.path}" + ", a new run" * (cfg.auto_resume and not run.dir.resumed_from),
+        f"resume  {run.dir.resumed_from} at step {progress.step}" * bool(run.dir.resumed_from)]))

@@ -72,10 +72,8 @@ def find_run(cfg) -> Path | None:
                           "move it to OUT_DIR.old with --overwrite")
     if re.search("[\udc80-\udcff]", str(real)):  # torch cannot read a file there
         raise ConfigError(f"--out_dir {out_dir or real}: expected a name in UTF-8")
-    if not out_dir:
-        return None
     # a link would lead the run to write beyond its lock
-    for path in (*(out_dir / name for name in OTHER_FILES), *run_files(out_dir)):
+    for path in (*(out_dir / name for name in OTHER_FILES), *run_files(out_dir)) if out_dir else ():
         if path.is_symlink():
             raise ConfigError(f"{path}: is a link; to use another disk, put --out_dir there")
         if not path.is_dir():
