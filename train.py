@@ -195,11 +195,11 @@ def make_optimizers(model: nn.Module, cfg: Config, device: torch.device,
         for name, p in module.named_parameters(path, recurse=False):
             # a stack of matrices, such as experts, but not a convolution's kernel
             stack = p.ndim == 3 and min(p.shape[1:]) > 1 and not hasattr(module, "kernel_size")
-            kinds[name] = "other"
-            if isinstance(module, nn.Embedding) and p is not model.head.weight:
-                kinds[name] = "table"
-            elif module in blocks and (p.ndim == 2 or stack):
-                kinds[name] = "matrix"
+            if isinstance(module, nn.Embedding):
+                kinds[name] = "other" if p is model.head.weight else "table"
+            else:
+                is_matrix = module in blocks and (p.ndim == 2 or stack)
+                kinds[name] = "matrix" if is_matrix else "other"
     trained = {name: p for name, p in shards.parameters.items() if p.requires_grad}
     matrices = [dict(params=[p for name, p in trained.items() if kinds[name] == "matrix"],
                      weight_decay=cfg.weight_decay)]
