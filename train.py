@@ -155,9 +155,9 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
     over_ranks = torch.stack((*sums, shards.norms(grads).norm().float()))
     if dist.is_initialized():
         dist.all_reduce(over_ranks)  # the norm as well: all ranks must decide alike
-    loss_sum, n_targets, norm_sum = over_ranks
+    n_targets = over_ranks[1]
     share = n_targets.where(n_targets > 0, 1.0) / (cfg.batch_size * cfg.seq_len)  # with a loss
-    loss, grad_norm = (x / run.ranks.world_size / share for x in (loss_sum, norm_sum))
+    loss, grad_norm = over_ranks[::2] / run.ranks.world_size / share  # their means over ranks
     divisor = share * (grad_norm / (cfg.grad_clip or math.inf)).clamp(min=1.0)
     before = copy_of_weights(shards) if run.measures(run.progress.step + 1) else None
     if run.dir.writer:
