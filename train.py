@@ -145,7 +145,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
 
     sums: losses and targets of this rank. Returns (this rank's loss, scaled so that the mean over
     ranks is the step's; the unclipped norm). A non-finite norm or a spike skips the update. Fused
-    optimizers read `grad_scale` and `found_inf` on the device; others cost a sync per step.
+    optimizers and Muon read `grad_scale` and `found_inf` on the device; others sync in each step.
     """
     shards, cfg = run.ranks.shards, run.cfg
     shards.move_gradients(run.ddp)
@@ -169,7 +169,7 @@ def update(run: "Run", sums: Tensor) -> tuple[Tensor, Tensor]:
         if not step.__module__.startswith("torch."):
             promises = step  # a subclass with its own step still has torch's attribute
         elif not optimizer.state and any(g.get("momentum") for g in optimizer.param_groups):
-            promises = None  # SGD: a first step that is skipped leaves its momentum undefined
+            promises = None  # SGD: skipped on the device, a first step leaves momentum undefined
         if getattr(promises, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             optimizer.step()

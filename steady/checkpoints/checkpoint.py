@@ -82,13 +82,13 @@ class Checkpoint:
             return "not a checkpoint"
         if state.get("format") not in (FORMAT, None):
             return None  # `states` refuses it by its version
-        wrong = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
-        wrong = wrong or [name for name in ("step", "position") if state[name] < 0]
-        wrong = wrong or [f"one {name} in all parts" for name in ("step", "config")  # two saves, or
-                          if any(part.get(name) != state[name] for part in others)]  # by hand
-        if not wrong and (name := NAME.fullmatch(self.path.name)) and int(name[1]) != state["step"]:
+        bad = [name for name, kind in FIELDS.items() if not isinstance(state.get(name), kind)]
+        bad = bad or [name for name in ("step", "position") if state[name] < 0]
+        bad = bad or [f"one {name} in all parts" for name in ("step", "config")  # of two saves, or
+                      if any(part.get(name) != state[name] for part in others)]  # copied by hand
+        if not bad and (name := NAME.fullmatch(self.path.name)) and int(name[1]) != state["step"]:
             return f"renamed: of step {state['step']}"
-        return f"missing or wrong: {', '.join(wrong)}" if wrong else None
+        return f"missing or wrong: {', '.join(bad)}" if bad else None
 
     def states(self) -> list[dict]:
         """The state in each file, mapped; verify it first. Raises ConfigError for other formats."""

@@ -106,7 +106,7 @@ def restore_optimizers(run, checkpoint: Checkpoint, state: dict, moved: bool):
         states = {i if isinstance(i, str) else mine.index(names[i]): each  # strings: its own keys
                   for i, each in saved["state"].items()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, name in enumerate(mine):
+        for i, name in enumerate(mine):  # unless moved, each rank reads its own file
             leaves = {}
             checkpoints.tree_map(leaves.__setitem__, states.get(i, {}))
             for key, x in leaves.items():

@@ -36,7 +36,7 @@ def watch_for_waiting(model: nn.Module, clock):
     clock: () → the monitor's clock. Sharded models wait at each block, in forward and backward.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        def gradients_ready(_):
+        def gradients_ready(_):  # a hook must return None
             clock().phase("waiting")
         first = next(p for p in model.parameters() if p.requires_grad)  # its gradient comes last
         first.register_post_accumulate_grad_hook(gradients_ready)

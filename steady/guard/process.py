@@ -143,13 +143,13 @@ def several_ranks() -> bool:
 
 
 def leave(code: int):
-    """End the process; a rank at once: its threads of gloo or NCCL may abort a slow shutdown."""
+    """End the process; a rank at once, or a waking thread of gloo or NCCL may abort it."""
     import multiprocessing  # here: importing it takes 15 ms
     for loader in filter(lambda each: each.daemon, multiprocessing.active_children()):
         loader.kill()  # a stuck one ignores SIGTERM, and Python would wait for it
     if several_ranks():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # else: "terminate called without an active exception"
     gc.unfreeze()  # or C++ objects that are frozen are called leaked ("nanobind: leaked ...")
     sys.exit(code)
