@@ -203,6 +203,12 @@ def test_an_interrupt_while_importing_is_one_line(tmp_path, script, seconds):
     assert len(said) == 1 and said[0].startswith("interrupted"), said
 
 
+def test_an_interrupt_that_nobody_reads_of_has_its_code():
+    code = ("import os; from steady.guard import process; reader, writer = os.pipe(); "
+            "os.dup2(writer, 2); os.close(reader); process.end_at_once(2, None)")
+    assert subprocess.run([sys.executable, "-c", code], cwd=TRAIN.parent).returncode == 130
+
+
 # --- streams and files that cannot be written to ---
 
 

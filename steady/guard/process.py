@@ -50,7 +50,8 @@ def start(main: str):
 
 
 def end_at_once(number: int, frame):
-    os.write(2, b"interrupted\n")
+    with contextlib.suppress(OSError):  # nobody may read it
+        os.write(2, b"interrupted\n")
     os._exit(128 + number)
 
 
@@ -58,7 +59,7 @@ def stop_with_torchrun(launcher: int):
     """SIGTERM this process once torchrun was killed: it would even join the next launch."""
     while os.getppid() == launcher:
         time.sleep(0.5)
-    with contextlib.suppress(OSError):  # whoever read the screen may be gone, too
+    with contextlib.suppress(OSError):  # nobody may read it
         os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone; stopping\n".encode())
     os.kill(os.getpid(), signal.SIGTERM)
 
