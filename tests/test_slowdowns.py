@@ -57,10 +57,10 @@ def provoke(run, tmp_path, monkeypatch):
     """provoke(clock, *flags) → (events that the report of a run names, what it printed)."""
 
     def provoke(clock, *flags, intervals=22, **how):
-        def begin_step(step, cfg):
+        def begin_step(seed, step, rank):
             clock.step = step
 
-        before(train, "learning_rate", begin_step, monkeypatch.setattr)
+        before(train, "seed_everything", begin_step, monkeypatch.setattr)
         told = run("--max_steps", intervals * clock.interval, "--log_interval", clock.interval,
                    "--out_dir", "r", "--eval_interval", 0, "--save_interval", 0,
                    "--n_layer", 1, "--seq_len", 16, "--batch_size", 4, *flags, **how)
@@ -239,14 +239,18 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, tool, monkeyp
                    lambda *_, seconds=seconds: clock.advance(seconds), patch.setattr)
             run("--max_steps", 40, "--out_dir", name)
     assert "verdict" in tool(main, "a").out
+    table = tool(main, "a", "b").out
+    assert "forward" in table and "x)" in table
     first, second = json.loads(tool(main, "a", "b", "--json").out)
     assert first["step"] == second["step"] == 40 and set(OUTSIDE_PHASES) < set(first["seconds"])
     assert sum(first["seconds"].values()) == pytest.approx(first["wall_s"])
     assert second["seconds"]["forward"] > 2 * first["seconds"]["forward"]
+    run("--max_steps", 2, "--out_dir", "wider", "--d_model", 64)
+    tables = tool(main, "a", "wider").out
     (tmp_path / "c").mkdir()  # it crashed before its first log
     (tmp_path / "c/metrics.jsonl").write_text('{"step": 0, "order": {}}\n')
-    assert "nan" not in tool(main, "a", "c", "b").out
-    assert "no such run" in tool(main, tmp_path, expect=2).err
+    tables += tool(main, "a", "c", "b").out
+    assert "no such run" in tool(main, tmp_path, expect=2).err and "nan" not in tables
 
 
 def test_throughput_and_peak_are_not_lower_for_the_last_log(tmp_path):
