@@ -119,7 +119,7 @@ def test_no_room_grows():
 
 def test_tests_do_not_grow():
     lines = sum(len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("tests/**/*.py"))
-    assert lines <= 17_693  # with benchmarks; only ever lowered
+    assert lines <= 17_690  # with benchmarks; only ever lowered
 
 
 # in lines, at most: only ever lowered

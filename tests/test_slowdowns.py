@@ -239,18 +239,14 @@ def test_the_reports_of_two_runs_and_the_exit_codes(run, tmp_path, tool, monkeyp
                    lambda *_, seconds=seconds: clock.advance(seconds), patch.setattr)
             run("--max_steps", 40, "--out_dir", name)
     assert "verdict" in tool(main, "a").out
-    table = tool(main, "a", "b").out
-    assert "forward" in table and "x)" in table
     first, second = json.loads(tool(main, "a", "b", "--json").out)
     assert first["step"] == second["step"] == 40 and set(OUTSIDE_PHASES) < set(first["seconds"])
     assert sum(first["seconds"].values()) == pytest.approx(first["wall_s"])
     assert second["seconds"]["forward"] > 2 * first["seconds"]["forward"]
-    run("--max_steps", 2, "--out_dir", "wider", "--d_model", 64)
-    tables = tool(main, "a", "wider").out
     (tmp_path / "c").mkdir()  # it crashed before its first log
     (tmp_path / "c/metrics.jsonl").write_text('{"step": 0, "order": {}}\n')
-    tables += tool(main, "a", "c", "b").out
-    assert "no such run" in tool(main, tmp_path, expect=2).err and "nan" not in tables
+    assert "nan" not in tool(main, "a", "c", "b").out
+    assert "no such run" in tool(main, tmp_path, expect=2).err
 
 
 def test_throughput_and_peak_are_not_lower_for_the_last_log(tmp_path):

@@ -37,7 +37,8 @@ PHASE = "synchronize steady/watch/clock.py phase"
 EVALUATION = {PHASE: 1, "to pageable host steady/models/evaluation.py row": 1,
               "synchronize steady/models/evaluation.py row": 1}
 SAMPLE = {PHASE: 1, "from pageable host train.py sample": 1, "synchronize train.py sample": 3,
-          "to host train.py sample": 1, "to pageable host train.py sample": 1}
+          "to host train.py sample": 1, "to pageable host train.py sample": 1,
+          "to host model.py generate": 1, "synchronize model.py generate": 1}  # do caches work?
 SAVE = {PHASE: 1}  # and copies to page-locked memory, which the next update waits for
 SAVED = {"synchronize steady/checkpoints/writer.py finish_copy": 1}  # its copy has ended
 COPIED = "to host steady/checkpoints/writer.py copy_to_host"
