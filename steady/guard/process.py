@@ -84,7 +84,7 @@ def run(main):
     leave(exit_code(main, sys.argv[1:]))
 
 
-def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
+def run_command(prog: str, main, argv: list[str], on_ctrl_c: str = "") -> int:
     """The exit code of another command. `| head` may close its output early."""
     def print_all(argv: list[str]) -> int:
         code = 0
@@ -100,7 +100,7 @@ def run_command(prog: str, main, argv: list[str], interrupted: str = "") -> int:
 
     with (contextlib.redirect_stdout(Printable(sys.stdout)),
           contextlib.redirect_stderr(Printable(sys.stderr))):
-        return exit_code(print_all, argv, prog, (PermissionError,), interrupted)  # others' files
+        return exit_code(print_all, argv, prog, (PermissionError,), on_ctrl_c)  # others' files
 
 
 def exit_code(
