@@ -5,7 +5,6 @@ import errno
 import fcntl
 import os
 import shutil
-import socket
 import sys
 import time
 from pathlib import Path
@@ -126,5 +125,5 @@ def acquire_lock(folder: Path, given: str = ""):
     except OSError as e:  # some network file systems have no locks
         print(f"warning: {folder} cannot be locked against a second run: {e}", flush=True)
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
     return file
