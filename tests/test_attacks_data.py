@@ -352,10 +352,8 @@ def test_a_sidecar_of_the_wrong_kind_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "train.bin"
     write_tokens(path, [b"abcdefgh" * 2000])
     (tmp_path / "train.bin.json").write_bytes(content)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"\A\S+/train\.bin\.json: .*\Z"):  # . is no line end
         TokenFile(path)
-    told = str(refused.value)
-    assert told.startswith(f"{path}.json: ") and "\n" not in told
 
 
 @pytest.mark.parametrize("dtype", ["<u4", "<i8"])
@@ -394,10 +392,12 @@ def test_a_file_cut_while_it_is_mapped_is_named(run, corpus, tmp_path, mode, wor
     printed = run("--data", file, "--data_mode", mode, "--max_steps", 400, "--num_workers", workers,
                   "--eval_interval", 0, expect=2,
                   hook=lambda rank: after_step(4, lambda: os.truncate(file, 4096)))
-    said = printed.splitlines()[-2:]
-    assert said[0].startswith("saved the last completed step")
-    assert said[1].startswith(f"train.py: error: {file}: was cut to 4,096 bytes")
-    assert "Traceback" not in printed
+    saved, error = printed.splitlines()[-2:]
+    assert saved.startswith("saved the last completed step") and "Traceback" not in printed
+    assert error.startswith(f"train.py: error: {file}: was cut to 4,096 bytes")
+    mapped = TokenFile(shutil.copy(corpus / "train.bin", tmp_path / "mapped.bin"))
+    os.replace(shutil.copy(corpus / "val.bin", tmp_path), mapped.path)
+    mapped.require_complete()  # a shorter file in its place leaves the mapped one whole
 
 
 # --- tokenizers of a few letters ---

@@ -116,7 +116,8 @@ class TokenFile:
         if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
             self.dtype, offset = np.dtype(SHARD_MAGIC[int(header[0])]), 256 * 4  # 256 int32
             self.is_typed, self.meta["tokens"] = True, int(header[2])
-        self.size = size = os.stat(path).st_size
+        self.stat = os.stat(path)
+        size = self.stat.st_size
         self.n_tokens, rest = divmod(size - offset, self.dtype.itemsize)
         expected = self.meta.get("tokens", self.n_tokens)
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
@@ -135,14 +136,13 @@ class TokenFile:
                                   f"{self.n_tokens:,} tokens of {path.name}")
             self.mask = np.asarray(np.memmap(masked, np.uint8, "r"))
 
-    def __reduce__(self):  # loader processes that are not forked map the file again
-        return TokenFile, (self.path,)
-
     def require_complete(self):
         """Raise ConfigError if the file was cut: reading beyond its end kills the process."""
-        if self.path.exists() and self.path.stat().st_size < self.size:
-            raise ConfigError(f"{self.path}: was cut to {self.path.stat().st_size:,} bytes while "
-                              f"in use; expected {self.size:,}; restore it and use --auto_resume")
+        size = self.stat.st_size
+        now = self.path.stat() if self.path.exists() else self.stat
+        if now.st_size < size and os.path.samestat(now, self.stat):  # not another file in its place
+            raise ConfigError(f"{self.path}: was cut to {now.st_size:,} bytes while in use; "
+                              f"expected {size:,}; restore it and use --auto_resume")
 
     def refuse_type(self, reason: str):
         raise ConfigError(f"{self.path}: read as uint16, as nothing states its type, but {reason}; "
