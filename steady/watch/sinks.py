@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import sys
 import textwrap
 import threading
@@ -80,6 +81,8 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     Rows after start_step are cut off, since those steps are repeated, and so is a torn last row.
     """
     path.touch()
+    if path.stat().st_nlink > 1:  # of a run copied by cp -al, which keeps its rows
+        os.replace(shutil.copy(path, f"{path}~"), path)
     size, length = path.stat().st_size, TAIL_BYTES
     while True:
         rows = list(read_rows(path, max(0, size - length)))

@@ -80,8 +80,7 @@ def slow(history: History, ends: float = math.inf) -> list[Finding]:
     take_rare(left, mean, rows)
     if ms_of(mean, "thread") > BUSY_THREAD * mean["perf/step_ms"]:
         left.take("thread", ms_of(mean, "thread"), STEP_PHASES, name=mean.get("busiest_thread"))
-    share = mean.get("perf/padding_fraction", 0.0)
-    if share > PADDING:
+    if (share := mean.get("perf/padding_fraction", 0.0)) > PADDING:
         left.take("padding", share * (left.ms["forward"] + left.ms["backward"]), share=share,
                   names=("forward", "backward"))
     for name, times in TIMES_RARER.items():
