@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import mmap
 import os
 import re
 import sys
@@ -116,14 +117,15 @@ class TokenFile:
         if len(header) == 3 and int(header[0]) in SHARD_MAGIC:
             self.dtype, offset = np.dtype(SHARD_MAGIC[int(header[0])]), 256 * 4  # 256 int32
             self.is_typed, self.meta["tokens"] = True, int(header[2])
-        self.stat = os.stat(path)
-        size = self.stat.st_size
+        self.size = size = os.stat(path).st_size
         self.n_tokens, rest = divmod(size - offset, self.dtype.itemsize)
         expected = self.meta.get("tokens", self.n_tokens)
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
             raise ConfigError(f"{path}: {size:,} bytes; expected {expected:,} {self.dtype} tokens "
                               f"after a header of {offset} bytes: is the file complete?")
-        self.tokens = np.asarray(np.memmap(path, self.dtype, "r", offset))  # a memmap is slower
+        with open(path, "rb") as file:
+            self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.tokens = np.frombuffer(self.mapping, self.dtype, offset=offset)
         if header[:2].tobytes().startswith(b"\x93NUMPY"):
             raise ConfigError(f"{path}: is an .npy file; expected its ids alone: {CONVERT}")
         start = self.tokens[:WIDTH_SAMPLE]  # in wider ids, every second uint16 is an upper half
@@ -138,11 +140,9 @@ class TokenFile:
 
     def require_complete(self):
         """Raise ConfigError if the file was cut: reading beyond its end kills the process."""
-        size = self.stat.st_size
-        now = self.path.stat() if self.path.exists() else self.stat
-        if now.st_size < size and os.path.samestat(now, self.stat):  # not another file in its place
-            raise ConfigError(f"{self.path}: was cut to {now.st_size:,} bytes while in use; "
-                              f"expected {size:,}; restore it and use --auto_resume")
+        if (now := self.mapping.size()) < self.size:  # not of a file that has taken its place
+            raise ConfigError(f"{self.path}: was cut to {now:,} bytes while in use; "
+                              f"expected {self.size:,}; restore it and use --auto_resume")
 
     def refuse_type(self, reason: str):
         raise ConfigError(f"{self.path}: read as uint16, as nothing states its type, but {reason}; "
