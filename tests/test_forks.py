@@ -29,14 +29,14 @@ FLAGS = [*TINY, "--max_steps", "30", "--save_interval", "10", "--eval_interval",
 GUARDED = [*TINY, "--log_interval", 2, "--save_interval", 4, "--eval_interval", 6,
            "--max_nonfinite", 2, "--skip_spikes", 6, "--sample_interval", 0]
 
-LION = '''    return [Lion([dict(params=list(trained.values()), lr_scale=0.1)])]
+LION = '''    return [Lion([dict(params=list(trained.values()), lr_scale=0.1)], cfg.learning_rate)]
 
 
 class Lion(torch.optim.Optimizer):
     """arXiv:2302.06675."""
 
-    def __init__(self, groups):
-        super().__init__(groups, dict(lr=0.0))
+    def __init__(self, groups, lr):
+        super().__init__(groups, dict(lr=lr))
 
     @torch.no_grad()
     def step(self):

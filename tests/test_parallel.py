@@ -318,16 +318,16 @@ def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
     Mine = type("Mine", (torch.optim.Adafactor,), {})
     shards, kinds = parallel.Shards("zero3"), (torch.optim.SGD, torch.optim.NAdam, Mine)
     shards.parameters = {name: nn.Parameter(torch.ones(8, 6)) for name in "abc"}
-    optimizers = [make([p]) for make, p in zip(kinds, shards.parameters.values(), strict=True)]
-    assert shards.checked(optimizers) == optimizers  # one rank has all rows
+    optimizers = [new([p], lr=1) for new, p in zip(kinds, shards.parameters.values(), strict=True)]
+    assert shards.checked(optimizers, 1) == optimizers  # one rank has all rows
     shards.size = 2
     with pytest.raises(ConfigError, match="--parallel zero3: Mine may need whole weights"):
-        shards.checked(optimizers)
+        shards.checked(optimizers, 1)
     Mine.by_rows = True
-    assert shards.checked(optimizers) == optimizers
+    assert shards.checked(optimizers, 1) == optimizers
     shards.pairs = [(nn.Parameter(torch.ones(16, 6), requires_grad=False), shards.parameters["b"])]
     with pytest.raises(ConfigError, match="have b; expected one, and no change of requires_grad"):
-        shards.checked(optimizers)  # each rank would still decay its rows of b
+        shards.checked(optimizers, 1)  # each rank would still decay its rows of b
 
 
 @pytest.mark.parametrize("state, refused", [
@@ -345,7 +345,7 @@ def test_optimizer_state_without_rows_stays_on_as_many_ranks(run, state, refused
                     mine = self.state[p].setdefault("mine", state(p, rank))
                     assert compare(mine, state(p, rank))[1] == []
 
-        train.make_optimizers = lambda m, c, d, shards: [Mine(shards.parameters.values(), lr=0.01)]
+        train.make_optimizers = lambda m, c, d, s: [Mine(s.parameters.values(), c.learning_rate)]
         before(parallel.Shards, "hold", lambda _, m: m.register_buffer("b", torch.tensor([rank])))
 
     flags = ["--parallel", "zero3", "--eval_interval", 0, "--out_dir", "r", "--auto_resume"]

@@ -59,8 +59,8 @@ def skipped(run_dir, last: int) -> list[int]:
 def test_a_spike_is_skipped_and_reported(run, tmp_path, monkeypatch, plant, how, flags):
     """On all ranks, where the loss of one is bad."""
     if "an optimizer without found_inf" in flags:
-        monkeypatch.setattr(train, "make_optimizers", lambda model, *_: [torch.optim.SGD(
-            model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)])
+        monkeypatch.setattr(train, "make_optimizers", lambda m, cfg, *_: [torch.optim.SGD(
+            m.parameters(), cfg.learning_rate, momentum=0.9, weight_decay=0.1)])
         flags = []
     plant(25, how=how)
     ranks = 2 if "zero3" in flags else 1

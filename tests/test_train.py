@@ -172,8 +172,8 @@ def test_what_forks_keep_in_optimizers_and_buffers_is_resumed(run, tmp_path, mon
     monkeypatch.setattr(model.Block, "compute", forward)
     after(model.Block, "__init__", lambda block, cfg: block.register_buffer(
         "mean", torch.zeros(())), monkeypatch.setattr)
-    monkeypatch.setattr(train, "make_optimizers", lambda net, *_: [
-        OwnState(net.parameters(), lr=0.0, fused=True)])
+    monkeypatch.setattr(train, "make_optimizers", lambda net, cfg, *_: [
+        OwnState(net.parameters(), lr=cfg.learning_rate, fused=True)])
     run("--out_dir", "whole", "--save_interval", 5, "--max_steps", 9)
     assert load(tmp_path / "whole/checkpoints/step_00000009.pt")["model"]["blocks.0.mean"] != 0
     run("--out_dir", "again", "--resume", "whole/checkpoints/step_00000005.pt", "--max_steps", 9)
@@ -199,9 +199,10 @@ def test_a_run_of_a_depth_goes_on_with_and_without_the_flag(run, tmp_path, corpu
     (lambda muon, adamw: [muon], "0 optimizers have embedding.weight"),
     (lambda muon, adamw: [muon, adamw, muon], "2 optimizers have blocks.0.attention.qkv.weight"),
     (lambda muon, adamw: [muon, adamw, torch.optim.SGD([torch.ones(1, requires_grad=True)])],
-     "an optimizer has parameters that the model lacks")])
+     "an optimizer has parameters that the model lacks"),
+    (lambda *two: two[1].param_groups[0].update(lr=2) or two, "a group has the rate 2.0")])
 def test_a_weight_that_not_exactly_one_optimizer_has_is_refused(run, monkeypatch, how, found):
-    """Its gradients would add up; one of a module beside the model would not be in checkpoints."""
+    """Its gradients would add up; one beside the model, or a rate, would be without effect."""
     change(train, "make_optimizers", lambda found, *_: how(*found), monkeypatch.setattr)
     assert f"error: make_optimizers: {found}" in run(expect=2)
 
@@ -414,7 +415,7 @@ def test_an_ordinary_step_never_syncs_with_the_device(run, monkeypatch, flags):
     if flags == ():  # without momentum it has no state
         patch(train, "make_optimizers", lambda m, *_: [torch.optim.SGD(m.parameters(), fused=True)])
     with syncs:
-        run("--out_dir", "r", "--log_interval", 6, *flags)
+        run("--out_dir", "r", "--log_interval", 6, "--learning_rate", 1e-3, *flags)  # SGD's
     assert len(per_step) == 12
     # a log reads all its numbers at once, and those of the spikes; the counter counts
     assert per_step[5]["tolist"] == 1 + ("--skip_spikes" in flags)

@@ -112,14 +112,14 @@ class Shards:
         """This rank's part of model.state_dict() now, to be read and written in place."""
         return {name: local_part(tensor) for name, tensor in model.state_dict().items()}
 
-    def checked(self, optimizers: list) -> list:
+    def checked(self, optimizers: list, lr: float) -> list:
         """The same optimizers. Raises ConfigError unless each trained weight is in exactly one.
 
-        Sharded, only torch's elementwise ones (BY_ROWS) or those with a true `by_rows` pass.
+        Rates other than `lr` are refused. Sharded, only BY_ROWS or a true `by_rows` pass.
         """
         wholes = {id(part): whole for whole, part in self.pairs}
-        held = Counter(id(p) for each in optimizers for group in each.param_groups
-                       for p in group["params"])
+        groups = [group for each in optimizers for group in each.param_groups]
+        held = Counter(id(p) for group in groups for p in group["params"])
         for name, p in self.parameters.items():
             if p.requires_grad and (held[id(p)] != 1 or not wholes.get(id(p), p).requires_grad):
                 raise ConfigError(f"make_optimizers: {held[id(p)]} optimizers have {name}; expected"
@@ -127,12 +127,14 @@ class Shards:
         if held.keys() - {id(p) for p in self.parameters.values()}:
             raise ConfigError("make_optimizers: an optimizer has parameters that the model lacks, "
                               "or has frozen; they would be missing from checkpoints")
+        for own in {float(group.get("lr", lr)) for group in groups} - {lr}:
+            raise ConfigError(f"make_optimizers: a group has the rate {own}; expected "
+                              "cfg.learning_rate, and `lr_scale` for a multiple of it")
         for optimizer in optimizers if self.size > 1 else ():
             if type(optimizer) not in BY_ROWS and not getattr(optimizer, "by_rows", False):
                 raise ConfigError(f"--parallel {self.way}: {type(optimizer).__name__} may need "
                                   "whole weights, of which each rank has some rows; expected "
-                                  "`by_rows = True` in its class if it treats each row alone, "
-                                  "another optimizer, such as AdamW, or --parallel ddp")
+                                  "--parallel ddp, or `by_rows = True` if it treats each row alone")
         return optimizers
 
     def scaler(self, device_type: str, enabled: bool) -> torch.amp.GradScaler:
@@ -307,9 +309,7 @@ def distribute(model: nn.Module, device: torch.device, world_size: int,
     """Wrap the finished model for training on several ranks, unless it is sharded."""
     if world_size == 1 or hasattr(model, "unshard"):
         return model
-    devices = [device.index] if device.type == "cuda" else None
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices,
-                                                  gradient_as_bucket_view=True)
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     wrapped.broadcast_buffers = False  # they are constants: do not send them every step
     private.no_timing(wrapped)
     if device.type == "cpu" or deterministic:  # a GPU saves time by the order of gradients
