@@ -2,7 +2,7 @@
 
     python docs/agents_loop.py --minutes 480 patches/*.patch -- --steps 200 --seeds 13
 
-Refuses to begin with uncommitted changes. Flags after -- go to `monitor.py compare HEAD CHANGE`.
+Stops at uncommitted changes; runs no hooks. Flags after -- go to `monitor.py compare HEAD CHANGE`.
 A patch may not touch the code that judges it. One that hangs is left out after --each minutes.
 """
 
@@ -21,7 +21,9 @@ def git(*command: str) -> str:
 
 
 def judge(patch: str, minutes: float, flags: list[str]) -> str:
-    """Commit a patch, and take it back until it is known to be better. Returns a line."""
+    """Make a commit of a patch, and merge it if it is known to be better. Returns a line."""
+    if changed := git("status", "--porcelain", "--untracked-files=no"):
+        sys.exit(f"commit or stash these first, as patches are taken back:\n{changed}")
     before = git("rev-parse", "HEAD").strip()
     try:
         git("apply", "--index", patch)
@@ -29,20 +31,26 @@ def judge(patch: str, minutes: float, flags: list[str]) -> str:
         touched = git("diff", "--cached", "--name-only", "--no-renames", "--relative").splitlines()
         if any(path.startswith(JUDGES) for path in touched):
             return f"left out: it touches {', '.join(touched)}"
-        git("commit", "-m", patch)
-        change = git("rev-parse", "HEAD").strip()
+        tree = git("write-tree").strip()  # no branch moves: a kill keeps nothing that is not judged
+        change = git("commit-tree", tree, "-p", before, "-m", patch).strip()
     except subprocess.CalledProcessError as e:
         return f"left out: {(e.stderr or e.stdout).strip()}"
-    finally:  # at once: a kill of this loop keeps no patch that is not judged
+    finally:
         git("reset", "--hard", before)
-    done = subprocess.run(["timeout", f"{minutes}m", sys.executable, "monitor.py", "compare",
-                           before, change, "--json", *flags], capture_output=True, text=True)
+    limit = ["timeout", "--foreground", f"{minutes}m"]  # foreground: Ctrl-C ends it, too
+    done = subprocess.run([*limit, sys.executable, "monitor.py", "compare", before, change,
+                           "--json", *flags], capture_output=True, text=True)
     if done.returncode not in (0, 3, 4):
         return f"left out: exit code {done.returncode}: {done.stderr.strip()[-300:]}"
     said = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
-    if kept := said["better"] == "B":
+    if said["better"] != "B":
+        return f"left out: {said['verdict']}"
+    try:
         git("merge", "--ff-only", change)
-    return f"{'kept' if kept else 'left out'}: {said['verdict']}"
+        return f"kept: {said['verdict']}"
+    except subprocess.CalledProcessError as e:  # somebody committed or edited meanwhile
+        why = " ".join(e.stderr.split())
+        return f"left out: {said['verdict']}, but {why}; it is commit {change}"
 
 
 if __name__ == "__main__":
@@ -52,8 +60,6 @@ if __name__ == "__main__":
     parser.add_argument("patches", nargs="+")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, flags = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
-    if changed := git("status", "--porcelain", "--untracked-files=no"):
-        sys.exit(f"commit or stash these first, as patches are taken back:\n{changed}")
     end = time.monotonic() + 60 * args.minutes
     for patch in args.patches:
         if time.monotonic() < end:
