@@ -4,8 +4,7 @@
     python monitor.py compare "" "--learning_rate 0.02" --data tokens --json
 
 The same seed gives both arms the same samples, dropout and initial weights (up to the first tensor
-of another shape), so the difference within a pair varies far less than the losses. The final
-validation losses are compared; with --ema, those of the averaged weights.
+of another shape). The final losses are compared; with --ema, those of the averaged weights.
 """
 
 import contextlib
@@ -13,6 +12,7 @@ import hashlib
 import json
 import math
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,9 +32,8 @@ from train import choose_run
 ROOT = Path(__file__).resolve().parent.parent
 LEDGER = Path("experiments.jsonl")
 
-# All comparisons of a ledger together find a difference that is not there with a probability of
-# at most 10 %, so B is wrongly preferred in 5 %. Comparison k gets 5 / ((k + 4) (k + 5)) of this
-# error, and each number of pairs in LOOKS, after which differences are tested, a fifth of that.
+# All comparisons of a ledger find a difference that is not there with a probability of 10 % at
+# most, and wrongly prefer B in 5 %. Each look, after as many pairs, has a fifth of a level.
 ERROR, LOOKS, ROUNDING = 0.1, (3, 5, 8, 13, 20), 1e-5  # nats: less is rounding
 
 FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
@@ -80,13 +79,12 @@ def difference(losses, level: float) -> tuple[float, float]:
 def verdict(losses: list[tuple[float, float]], level: float) -> tuple[str, str | None]:
     """(one line, "A", "B" or None: the better one) for pairs (A, B)."""
     mean, half = difference(losses, level)
-    n = f"({len(losses)} pairs)"
     if all(a == b for a, b in losses):
-        return f"A and B are the same: no difference at all {n}", None
+        return "A and B are the same: no difference at all", None
     if abs(mean) <= max(half, ROUNDING):
-        return f"no difference larger than {abs(mean) + half:.2g} nats is seen {n}", None
+        return f"no difference larger than {abs(mean) + half:.2g} nats is seen", None
     better = "B" if mean < 0 else "A"
-    return f"{better} is better by {abs(mean):.3g} ±{half:.2g} nats {n}", better
+    return f"{better} is better by {abs(mean):.3g} ±{half:.2g} nats", better
 
 
 class Arm(NamedTuple):
@@ -99,8 +97,8 @@ class Arm(NamedTuple):
 
 
 @reading_paths()  # there may be no git
-def git(*command: str | Path, at: Path = ROOT) -> str:
-    done = subprocess.run(["git", "-C", at, *command], capture_output=True, text=True)
+def git(*command: str) -> str:
+    done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"git {command[0]}: {' '.join(done.stderr.split())}")
     return done.stdout.strip()
@@ -119,10 +117,9 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
     elif text == ".":
         title = f"the files after {git('log', '-1', '--format=%h %s')}"
     elif text:
-        title = git("log", "-1", "--format=%h %s", text, "--")
-        code = folder / git("rev-parse", "--show-prefix")
-        git("worktree", "prune")  # left by earlier comparisons
-        git("worktree", "add", "--detach", folder, text)
+        title, code = git("log", "-1", "--format=%h %s", text, "--"), folder
+        git("archive", f"--output={folder}.tar", text)  # a killed `git worktree` leaves parts
+        shutil.unpack_archive(f"{folder}.tar", folder, filter="fully_trusted")
     cfg, _ = choose_run([*flags, *more, *FIXED_FLAGS])
     twice = sum(flag[:8] == "--config" for flag in [*flags, *more]) > 1  # one would have no effect
     if twice or "--seed" in text or any(getattr(cfg, name) for name in REFUSED):  # seeds are equal
@@ -137,10 +134,11 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
 
 
 def key_of(code: Path, cfg, evaluated: dict, *data) -> str:
-    """A hash of code, options, model, data, torch, device. Raises ConfigError without git."""
-    files = sorted(git("ls-files", "-cozx", "site-packages", "*.py", at=code).split("\0"))
-    files += [str(folders(cfg.init_from)[-1].resolve() / "config.json")] if cfg.init_from else []
-    texts = [(name, path.read_bytes()) for name in files if (path := code / name).is_file()]
+    """A hash of code, options, model, data, torch, device. Raises OSError."""
+    files = {str(path.relative_to(code)): path for path in sorted(code.rglob("*.py"))}
+    files |= {"": folders(cfg.init_from)[-1] / "config.json"} if cfg.init_from else {}
+    texts = [(name, path.read_bytes()) for name, path in files.items()
+             if "site-packages" not in name and path.is_file()]
     facts = (texts, cfg, cfg.init_from and fingerprint(cfg.init_from), torch.__version__,
              device_name(pick_device(cfg.device, 0)), evaluated, [one.fingerprint for one in data])
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -208,14 +206,16 @@ def compare(argv: list[str]) -> int:
     if argv[:1] not in (["-h"], ["--help"]):  # argparse takes flags after a space for values
         argv = [*(f" {arm}" for arm in argv[:2]), *argv[2:]]
     args, more = parser.parse_known_args([normal_form(parser, arg) for arg in argv])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the current run, too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end the current run, too
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     more += [f"--max_steps={args.steps}"] if args.steps is not None else []
     with tempfile.TemporaryDirectory(prefix="steady-compare-") as folder:
         arms = {name: open_arm(text.strip(), more, Path(folder, name), args.reuse)
                 for name, text in (("A", args.A), ("B", args.B))}
         if arms["A"].evaluated != arms["B"].evaluated:
-            raise ConfigError("A and B have different validation samples; expected the same "
-                              "--val_data, --seq_len, --data_mode, and --eval_steps x --batch_size")
+            raise ConfigError("A and B evaluate different samples; give both the same --val_data, "
+                              "--seq_len, --data_mode, and --eval_steps x --batch_size")
         seeds = range(args.seed, args.seed + args.seeds)
         found = decide(arms, seeds, sys.stderr if args.json else sys.stdout)
     for name in ("difference", "step_ms_ratio", "memory_ratio"):
@@ -243,9 +243,9 @@ def decide(arms: dict[str, Arm], seeds: range, screen) -> dict:
             break
     (mean, half), (text, better) = difference(losses, level), verdict(losses, level)
     found = {name: arm.title for name, arm in arms.items()} | dict(
-        verdict=text, better=better, comparison=number, level=level, difference=mean, pairs=pairs,
-        difference_interval=[mean - half, mean + half], flags=[arm.flags for arm in arms.values()],
-        compared=[pairs[0][arm]["name"] for arm in arms])
+        verdict=f"{text} ({len(pairs)} pairs)", better=better, comparison=number, level=level,
+        difference=mean, difference_interval=[mean - half, mean + half], pairs=pairs,
+        flags=[arms[arm].flags for arm in arms], compared=[pairs[0][arm]["name"] for arm in arms])
     for name in ("step_ms", "memory"):
         found[f"{name}_ratio"], found[f"{name}_ratio_interval"] = ratio(pairs, name, level)
     return found
