@@ -85,6 +85,9 @@ def test_the_loss_is_that_of_the_logits(autocast, rows, monkeypatch):
             assert found.dtype == expected.dtype == torch.float32
             assert (found - expected).norm() / expected.norm() < (1e-2 if autocast else 1e-6)
         assert way[0][3] == 0 and way[0][20] == 0
+    targets[0] = -1  # as others mark what is ignored: not the last id
+    with pytest.raises(RuntimeError, match="-1 is out of bounds"):
+        LinearCrossEntropy.apply(hidden, weight, targets, vocab)
 
 
 def plain_losses(hidden, weight, targets, vocab):
@@ -226,10 +229,11 @@ def test_flops_are_those_that_torch_counts_and_sizes_what_names_say(name):
     assert flops_per_token(model, cfg) == pytest.approx(counted, rel=0.02)
 
 
+@pytest.mark.parametrize("shape", [(64,), (2, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_without_eps_is_torchs(dtype):
-    x = torch.linspace(-1e-3, 1e-3, 64, dtype=dtype)[None]
-    ours, theirs = (kind(64, dtype=dtype)(x) for kind in (layers.RMSNorm, nn.RMSNorm))
+def test_a_norm_without_eps_is_torchs(dtype, shape):
+    x = torch.linspace(0, 1e-3, 64, dtype=dtype).view(1, *shape)
+    ours, theirs = (kind(shape, dtype=dtype)(x) for kind in (layers.RMSNorm, nn.RMSNorm))
     torch.testing.assert_close(ours, theirs)
 
 
