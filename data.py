@@ -66,7 +66,7 @@ class Batch(NamedTuple):
         if rows is not None and rows < len(targets):
             targets = targets.clone()  # with B = 1 they are a view of the tokens
             targets[max(0, rows) :] = IGNORE
-        return Batch(tokens, targets, documents, source)
+        return batch._replace(tokens=tokens, targets=targets, documents=documents, source=source)
 
     def add_by_dataset(self, totals: torch.Tensor, losses: torch.Tensor):
         """Add losses [B, T] and target counts to totals [2, datasets], by dataset of each row."""

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from collections import namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -270,6 +271,12 @@ def test_an_evaluation_without_a_target_is_refused_at_the_start(run, tmp_path):
                        "--eval_steps", 1, "--eval_only", expect=2)
     run(*flags, "s", "--eval_steps", 0)
     assert column(tmp_path / "s", "val/loss")[2] > 0
+
+
+def test_a_field_that_a_fork_adds_to_a_batch_reaches_the_loop(monkeypatch):
+    to, names = data.Batch.to, (*data.Batch._fields, "weights")
+    monkeypatch.setattr(data, "Batch", wider := namedtuple("Batch", names, defaults=[0]))
+    assert to(wider(*torch.ones(5, 2, 3)), torch.device("cpu"), 1).weights.tolist() == [[1] * 3] * 2
 
 
 def test_documents_resume_bit_for_bit(run, folder):
