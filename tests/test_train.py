@@ -696,6 +696,12 @@ def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, tool
     assert "show RUN_DIR STEP, from 1" in tool(prepare.main, "show", "r", 0, expect=2).err
 
 
+def test_weights_that_are_unfrozen_later_end_the_run(run, monkeypatch):
+    after(model.layers.Head, "__init__", lambda m, *_: m.requires_grad_(False), monkeypatch.setattr)
+    after(train.Run, "advance", lambda run: run.model.requires_grad_(), monkeypatch.setattr)
+    assert "requires_grad has changed" in run(expect=1)
+
+
 def test_a_sample_is_no_training(run, monkeypatch):
     """A buffer that a fork updates in training, such as a router's bias, is left alone."""
     modes = []

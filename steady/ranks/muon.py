@@ -23,9 +23,8 @@ class Muon(torch.optim.Optimizer):
     """Muon with updates of the size of AdamW's, so that both take the same learning rate.
 
     Matrices of one shape are a stack, and so is a weight of three dimensions, such as the experts
-    of a layer. They are orthogonalized in a dtype that the device multiplies fast, and non-finite
-    gradients are skipped on the device. Then each row is divided by the root of a running mean of
-    its squares, so that all rows move alike (NorMuon, arXiv:2510.05491).
+    of a layer. Non-finite gradients are skipped on the device. An orthogonalized row is divided by
+    the root of a running mean of its squares, so that all rows move alike.
 
     Several ranks share the work (shards: parallel.Shards). If each holds some rows of every matrix,
     an all-to-all gives each rank some whole matrices to orthogonalize, and another one brings the

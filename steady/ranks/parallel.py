@@ -39,7 +39,7 @@ class Shards:
         # ranks with the same weights that are quick to reach: of ddp on a single host
         self.helpers = world_size if way == "ddp" and rank_and_world()[3] == world_size else 1
         self.pairs = []  # (parameter of the sharded model, this rank's rows of it)
-        self.parameters, self.model, self.whole = {}, None, set()  # see `hold`
+        self.parameters, self.frozen, self.model, self.whole = {}, [], None, set()  # see `hold`
         self.missing = Counter()  # of a step, if sharded: {weight: passes without its gradient}
         if way == "ddp" or world_size == 1 or shard_size == 1:
             return
@@ -102,6 +102,7 @@ class Shards:
         self.model = model
         self.whole = {name for name, x in model.state_dict().items() if local_part(x) is x}
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.frozen = [p for p in model.parameters() if not p.requires_grad]
         for name, whole in self.parameters.items() if self.size > 1 else ():
             part = self.parameters[name] = nn.Parameter(whole.to_local())
             part.whole_rows = len(whole)
@@ -148,9 +149,11 @@ class Shards:
     def move_gradients(self, model: nn.Module):
         """Move the gradients of the wrapped model's parameters to the parts.
 
-        Raises RuntimeError if a pass on this rank left a weight out: DDP has not reduced gradients
-        then, and zero2 and zero3 may have added those of another weight of its shape to it.
+        Raises RuntimeError if a frozen weight is trained now, or a pass left one out: DDP has not
+        reduced gradients then, and zero2 and zero3 may have added those of another weight to it.
         """
+        if any(p.requires_grad for p in self.frozen):
+            raise RuntimeError("requires_grad has changed; a rate of 0 freezes weights for a while")
         private.require_reduced(model)
         if unused := list(+self.missing):
             raise RuntimeError(f"{len(unused)} weights, such as {unused[0]}, got no gradient in a "
@@ -168,8 +171,7 @@ class Shards:
         """
         if self.size > 1:
             self.missing.update(self.parameters.keys())
-        if self.way == "zero2" and self.size > 1:
-            model.set_reshard_after_backward(last)
+            model.set_reshard_after_backward(last or self.way == "zero3")
         if self.replicas > 1:
             model.set_requires_all_reduce(last)
         if last or not hasattr(model, "no_sync"):
