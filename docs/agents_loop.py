@@ -33,8 +33,6 @@ def judge(patch: str, minutes: float, flags: list[str]) -> str:
             return f"left out: it touches {', '.join(touched)}"
         tree = git("write-tree").strip()  # no branch moves: a kill keeps nothing that is not judged
         change = git("commit-tree", tree, "-p", before, "-m", patch).strip()
-    except subprocess.CalledProcessError as e:
-        return f"left out: {(e.stderr or e.stdout).strip()}"
     finally:
         git("reset", "--hard", before)
     limit = ["timeout", "--foreground", f"{minutes}m"]  # foreground: Ctrl-C ends it, too
@@ -43,14 +41,9 @@ def judge(patch: str, minutes: float, flags: list[str]) -> str:
     if done.returncode not in (0, 3, 4):
         return f"left out: exit code {done.returncode}: {done.stderr.strip()[-300:]}"
     said = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
-    if said["better"] != "B":
-        return f"left out: {said['verdict']}"
-    try:
+    if kept := said["better"] == "B":
         git("merge", "--ff-only", change)
-        return f"kept: {said['verdict']}"
-    except subprocess.CalledProcessError as e:  # somebody committed or edited meanwhile
-        why = " ".join(e.stderr.split())
-        return f"left out: {said['verdict']}, but {why}; it is commit {change}"
+    return f"{'kept' if kept else 'left out'}: {said['verdict']}"
 
 
 if __name__ == "__main__":
@@ -63,4 +56,8 @@ if __name__ == "__main__":
     end = time.monotonic() + 60 * args.minutes
     for patch in args.patches:
         if time.monotonic() < end:
-            print(f"{patch}: {judge(patch, args.each, flags)}", flush=True)
+            try:
+                said = judge(patch, args.each, flags)
+            except subprocess.CalledProcessError as e:  # as after a commit or an edit meanwhile
+                said = f"left out: {(e.stderr or e.stdout).strip()}"
+            print(f"{patch}: {said}", flush=True)

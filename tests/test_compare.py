@@ -358,7 +358,7 @@ def test_the_loop_of_patches_loses_no_work(repository, tmp_path):
 print('{"better": "B", "verdict": "B is better"}')""")
     git("commit", "-qa", "--amend", "--no-edit")
     said = call(1, tmp_path / "p")  # twice
-    assert "left out: B is better, but error: Your local changes" in said and "commit or" in said
+    assert "left out: error: Your local changes" in said and "commit or" in said
     assert (work / "train.py").read_text().endswith("unsaved")
     git("checkout", "train.py")
     (work / "monitor.py").write_text("""try: open('begun', 'w'), __import__('time').sleep(999)

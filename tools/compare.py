@@ -32,8 +32,8 @@ from train import choose_run
 ROOT = Path(__file__).resolve().parent.parent
 LEDGER = Path("experiments.jsonl")
 
-# All comparisons of a ledger find a difference that is not there with a probability of 10 % at
-# most, and wrongly prefer B in 5 %. Each look, after as many pairs, has a fifth of a level.
+# All comparisons of a ledger together find a difference that is not there with a probability of
+# at most 10 %, so B is wrongly preferred in 5 %. Each look has a fifth of a comparison's level.
 ERROR, LOOKS, ROUNDING = 0.1, (3, 5, 8, 13, 20), 1e-5  # nats: less is rounding
 
 FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
@@ -119,7 +119,7 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
     elif text:
         title, code = git("log", "-1", "--format=%h %s", text, "--"), folder
         git("archive", f"--output={folder}.tar", text)  # a killed `git worktree` leaves parts
-        shutil.unpack_archive(f"{folder}.tar", folder, filter="fully_trusted")
+        shutil.unpack_archive(f"{folder}.tar", folder)
     cfg, _ = choose_run([*flags, *more, *FIXED_FLAGS])
     twice = sum(flag[:8] == "--config" for flag in [*flags, *more]) > 1  # one would have no effect
     if twice or "--seed" in text or any(getattr(cfg, name) for name in REFUSED):  # seeds are equal
