@@ -171,7 +171,8 @@ class Shards:
         """
         if self.size > 1:
             self.missing.update(self.parameters.keys())
-            model.set_reshard_after_backward(last or self.way == "zero3")
+        if self.way == "zero2" and self.size > 1:
+            model.set_reshard_after_backward(last)
         if self.replicas > 1:
             model.set_requires_all_reduce(last)
         if last or not hasattr(model, "no_sync"):

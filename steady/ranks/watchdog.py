@@ -204,9 +204,8 @@ class Watchdog:
         if self.folder:
             with contextlib.suppress(OSError):
                 (self.folder / "stacks").mkdir(exist_ok=True)
-                with open(self.folder / "stacks" / f"rank_{self.rank}.txt", "a") as file:
-                    print(f"\n{time.strftime('%F %T')}: {position(self.note())}", file=file,
-                          flush=True)
+                with open(self.folder / "stacks" / f"rank_{self.rank}.txt", "a", 1) as file:
+                    file.write(f"\n{time.strftime('%F %T')}: {position(self.note())}\n")
                     faulthandler.dump_traceback(file, all_threads=True)
 
 
