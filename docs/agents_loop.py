@@ -2,7 +2,7 @@
 
     python docs/agents_loop.py --minutes 480 patches/*.patch -- --steps 200 --seeds 13
 
-Stops at uncommitted changes; runs no hooks. Flags after -- go to `monitor.py compare HEAD CHANGE`.
+Stops at uncommitted changes. Commit hooks do not run. Flags after -- go to `monitor.py compare`.
 A patch may not touch the code that judges it. One that hangs is left out after --each minutes.
 """
 

@@ -79,8 +79,7 @@ def test_rounding_is_no_difference():
 def call(corpus, tmp_path, monkeypatch, capsys):
     """call(A, B, flags) → (exit code, standard output, standard error), in this process."""
     monkeypatch.chdir(tmp_path)
-    no_handlers = vars(signal) | dict(signal=lambda *_: None)
-    monkeypatch.setattr(compare, "signal", SimpleNamespace(**no_handlers))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # no handler outlives a test
     flags = [*TINY, "--data", str(corpus)]
 
     def call(a, b, *more, expect):
@@ -361,8 +360,8 @@ print('{"better": "B", "verdict": "B is better"}')""")
     assert "left out: error: Your local changes" in said and "commit or" in said
     assert (work / "train.py").read_text().endswith("unsaved")
     git("checkout", "train.py")
-    (work / "monitor.py").write_text("""try: open('begun', 'w'), __import__('time').sleep(999)
-except KeyboardInterrupt: open('ended', 'w')""")
+    (work / "monitor.py").write_text("""import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {2})
+open('begun', 'w'), signal.sigtimedwait({2}, 99) and open('ended', 'w')""")  # timeout sends another
     git("commit", "-qa", "--amend", "--no-edit")
     loop = subprocess.Popen([sys.executable, ROOT / "docs/agents_loop.py", tmp_path / "p"],
                             cwd=work, env=environment(), start_new_session=True)
@@ -375,8 +374,8 @@ except KeyboardInterrupt: open('ended', 'w')""")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_that_it_began(corpus, tmp_path, number):
     arm = " ".join([*TINY, "--data", str(corpus), "--no_compile", "--max_steps=9999999"])
-    process = subprocess.Popen([sys.executable, ROOT / "monitor.py", "compare", arm, arm],
-                               cwd=tmp_path, env=environment())
+    command = ["env", "--default-signal", sys.executable, ROOT / "monitor.py", "compare", arm, arm]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment())  # also under nohup
     assert until(lambda: list(tmp_path.glob("compare-*/metrics.jsonl")))
     child = int(next(tmp_path.glob("compare-*/lock")).read_text().split()[1])
     process.send_signal(number)

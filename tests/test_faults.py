@@ -884,7 +884,7 @@ def test_a_failing_backup_does_not_stop_training(run, tmp_path, monkeypatch):
 def test_a_run_that_is_told_to_stop_waits_for_no_backup(run, tmp_path, monkeypatch):
     copied = []
     monkeypatch.setattr(backup.Backup, "close", lambda self, asked: copied.append(self.newest.step))
-    monkeypatch.setattr(backup.Backup, "upload", lambda *_: None)  # its thread would survive a run
+    monkeypatch.setattr(backup.Backup, "upload", lambda *_: None)  # its thread would outlive a run
     flags = ["--out_dir", "r", "--backup_to", f"file://{tmp_path}/b"]
     after_step(6, lambda: signal.raise_signal(signal.SIGTERM), monkeypatch.setattr)
     run(*flags, expect=143)

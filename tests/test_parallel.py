@@ -318,7 +318,7 @@ def test_an_optimizer_that_may_need_whole_weights_is_refused_by_name():
     Mine = type("Mine", (torch.optim.Adafactor,), {})
     shards, kinds = parallel.Shards("zero3"), (torch.optim.SGD, torch.optim.NAdam, Mine)
     shards.parameters = {name: nn.Parameter(torch.ones(8, 6)) for name in "abc"}
-    optimizers = [new([p], lr=1) for new, p in zip(kinds, shards.parameters.values(), strict=True)]
+    optimizers = [cls([p], lr=1) for cls, p in zip(kinds, shards.parameters.values(), strict=True)]
     assert shards.checked(optimizers, 1) == optimizers  # one rank has all rows
     shards.size = 2
     with pytest.raises(ConfigError, match="--parallel zero3: Mine may need whole weights"):

@@ -200,9 +200,9 @@ def test_a_run_of_a_depth_goes_on_with_and_without_the_flag(run, tmp_path, corpu
     (lambda muon, adamw: [muon, adamw, muon], "2 optimizers have blocks.0.attention.qkv.weight"),
     (lambda muon, adamw: [muon, adamw, torch.optim.SGD([torch.ones(1, requires_grad=True)])],
      "an optimizer has parameters that the model lacks"),
-    (lambda *two: two[1].param_groups[0].update(lr=2) or two, "a group has the rate 2.0")])
+    (lambda *two: two[1].param_groups[0].update(lr=2) or two, "a group has a learning rate of")])
 def test_a_weight_that_not_exactly_one_optimizer_has_is_refused(run, monkeypatch, how, found):
-    """Its gradients would add up; one beside the model, or a rate, would be without effect."""
+    """Its gradients would add up; a weight not in the model, or a rate, would have no effect."""
     change(train, "make_optimizers", lambda found, *_: how(*found), monkeypatch.setattr)
     assert f"error: make_optimizers: {found}" in run(expect=2)
 
@@ -415,7 +415,7 @@ def test_an_ordinary_step_never_syncs_with_the_device(run, monkeypatch, flags):
     if flags == ():  # without momentum it has no state
         patch(train, "make_optimizers", lambda m, *_: [torch.optim.SGD(m.parameters(), fused=True)])
     with syncs:
-        run("--out_dir", "r", "--log_interval", 6, "--learning_rate", 1e-3, *flags)  # SGD's
+        run("--out_dir", "r", "--log_interval", 6, "--learning_rate", 1e-3, *flags)  # SGD's default
     assert len(per_step) == 12
     # a log reads all its numbers at once, and those of the spikes; the counter counts
     assert per_step[5]["tolist"] == 1 + ("--skip_spikes" in flags)
@@ -699,7 +699,7 @@ def test_spikes_are_reported_with_their_samples(run, tmp_path, monkeypatch, tool
 def test_weights_that_are_unfrozen_later_end_the_run(run, monkeypatch):
     after(model.layers.Head, "__init__", lambda m, *_: m.requires_grad_(False), monkeypatch.setattr)
     after(train.Run, "advance", lambda run: run.model.requires_grad_(), monkeypatch.setattr)
-    assert "requires_grad has changed" in run(expect=1)
+    assert "a frozen weight requires a gradient now" in run(expect=1)
 
 
 def test_a_sample_is_no_training(run, monkeypatch):

@@ -118,7 +118,7 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
         title = f"the files after {git('log', '-1', '--format=%h %s')}"
     elif text:
         title, code = git("log", "-1", "--format=%h %s", text, "--"), folder
-        git("archive", f"--output={folder}.tar", text)  # a killed `git worktree` leaves parts
+        git("archive", f"--output={folder}.tar", text)  # a worktree would outlive a kill
         shutil.unpack_archive(f"{folder}.tar", folder)
     cfg, _ = choose_run([*flags, *more, *FIXED_FLAGS])
     twice = sum(flag[:8] == "--config" for flag in [*flags, *more]) > 1  # one would have no effect

@@ -218,7 +218,7 @@ class LinearCrossEntropy(Function):
         logits[:, vocab_size:] = -math.inf  # the padding of the vocabulary
         counted = targets != IGNORE
         index, targets = torch.arange(len(logits), device=logits.device), targets.where(counted, 0)
-        losses = -logits.gather(1, targets[:, None])[:, 0].float()  # ids or IGNORE, not -1
+        losses = -logits.gather(1, targets[:, None])[:, 0].float()  # unlike an index, refuses -1
         ctx.unit = 64.0 if logits.dtype == torch.float16 else 1.0  # fp16 is coarse below 6e-5
         in_cache = on_cpu(hidden)
         chunk = LinearCrossEntropy.cpu_chunk if in_cache else LinearCrossEntropy.gpu_chunk

@@ -116,7 +116,7 @@ class Shards:
     def checked(self, optimizers: list, lr: float) -> list:
         """The same optimizers. Raises ConfigError unless each trained weight is in exactly one.
 
-        Rates other than `lr` are refused. Sharded, only BY_ROWS or a true `by_rows` pass.
+        Each group's rate must be `lr`; sharded, each class in BY_ROWS or its `by_rows` true.
         """
         wholes = {id(part): whole for whole, part in self.pairs}
         groups = [group for each in optimizers for group in each.param_groups]
@@ -128,9 +128,9 @@ class Shards:
         if held.keys() - {id(p) for p in self.parameters.values()}:
             raise ConfigError("make_optimizers: an optimizer has parameters that the model lacks, "
                               "or has frozen; they would be missing from checkpoints")
-        for own in {float(group.get("lr", lr)) for group in groups} - {lr}:
-            raise ConfigError(f"make_optimizers: a group has the rate {own}; expected "
-                              "cfg.learning_rate, and `lr_scale` for a multiple of it")
+        if any(group.get("lr", lr) != lr for group in groups):
+            raise ConfigError("make_optimizers: a group has a learning rate of its own; expected "
+                              "lr=cfg.learning_rate, and `lr_scale` for a multiple of it")
         for optimizer in optimizers if self.size > 1 else ():
             if type(optimizer) not in BY_ROWS and not getattr(optimizer, "by_rows", False):
                 raise ConfigError(f"--parallel {self.way}: {type(optimizer).__name__} may need "
@@ -149,11 +149,11 @@ class Shards:
     def move_gradients(self, model: nn.Module):
         """Move the gradients of the wrapped model's parameters to the parts.
 
-        Raises RuntimeError if a frozen weight is trained now, or a pass left one out: DDP has not
-        reduced gradients then, and zero2 and zero3 may have added those of another weight to it.
+        Raises RuntimeError if a weight was unfrozen, or if a pass left one out: then DDP has not
+        reduced the gradients, and zero2 and zero3 may have mixed up those of equal shapes.
         """
         if any(p.requires_grad for p in self.frozen):
-            raise RuntimeError("requires_grad has changed; a rate of 0 freezes weights for a while")
+            raise RuntimeError("a frozen weight requires a gradient now; freeze it by a rate of 0")
         private.require_reduced(model)
         if unused := list(+self.missing):
             raise RuntimeError(f"{len(unused)} weights, such as {unused[0]}, got no gradient in a "

@@ -219,7 +219,7 @@ LOST_CONNECTION = re.compile("closed by peer|reset by peer|[Bb]roken pipe|remote
 def lost_connection(e: Exception) -> bool:
     """Whether torch lost its connection to another rank: the other one has the useful traceback.
 
-    Those to other servers do not count; gloo's RuntimeErrors begin with a place in its source.
+    A connection to another server does not count. gloo's messages begin with a line of its source.
     """
     of_gloo = type(e) is RuntimeError and re.match(r"\[\S*gloo/transport/", str(e))
     return bool(LOST_CONNECTION.search(str(e)) and (of_gloo or isinstance(e, dist.DistError)))

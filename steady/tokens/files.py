@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import mmap
 import os
 import re
 import sys
@@ -123,9 +122,8 @@ class TokenFile:
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
             raise ConfigError(f"{path}: {size:,} bytes; expected {expected:,} {self.dtype} tokens "
                               f"after a header of {offset} bytes: is the file complete?")
-        with open(path, "rb") as file:
-            self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.tokens = np.frombuffer(self.mapping, self.dtype, offset=offset)
+        self.mapped = np.memmap(path, self.dtype, "r", offset)
+        self.tokens = np.asarray(self.mapped)  # a memmap is slower
         if header[:2].tobytes().startswith(b"\x93NUMPY"):
             raise ConfigError(f"{path}: is an .npy file; expected its ids alone: {CONVERT}")
         start = self.tokens[:WIDTH_SAMPLE]  # in wider ids, every second uint16 is an upper half
@@ -138,9 +136,13 @@ class TokenFile:
                                   f"{self.n_tokens:,} tokens of {path.name}")
             self.mask = np.asarray(np.memmap(masked, np.uint8, "r"))
 
+    def __reduce__(self):  # loader processes that are not forked map the file again
+        return TokenFile, (self.path,)
+
     def require_complete(self):
         """Raise ConfigError if the file was cut: reading beyond its end kills the process."""
-        if (now := self.mapping.size()) < self.size:  # not of a file that has taken its place
+        now = self.mapped.base.size()  # of the mapped file: another may have taken its place
+        if now < self.size:
             raise ConfigError(f"{self.path}: was cut to {now:,} bytes while in use; "
                               f"expected {self.size:,}; restore it and use --auto_resume")
 

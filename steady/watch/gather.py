@@ -41,8 +41,7 @@ def gather(parts: list[list], group=None) -> list[list[list]]:
 def slowest_rank(own_ms: list[list[float]]) -> dict[str, float]:
     """The rank with the most work of its own, its ratio to the others, and the phase.
 
-    own_ms: [ranks, own phases]. {} for a single rank, or until the GPU of each has finished a timed
-    step, as with a log at each step.
+    own_ms: [ranks, own phases]. {} for a single rank, or until each GPU has finished a timed step.
     """
     if len(own_ms) == 1 or not all(map(any, own_ms)):
         return {}

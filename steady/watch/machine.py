@@ -171,9 +171,10 @@ def busiest(before: dict, now: dict, steps: int) -> dict[str, float | str]:
     if not more:
         return {}
     row = {"perf/cpu_queue_ms": max(queued for _, queued in more.values()), "perf/thread_ms": 0.0}
-    if others := [(more[thread.native_id][0], thread.name) for thread in threading.enumerate()
-                  if thread not in (threading.main_thread(), threading.current_thread())
-                  and thread.native_id in more and thread.name != "steady sampler"]:
+    others = [(more[thread.native_id][0], thread.name) for thread in threading.enumerate()
+              if thread not in (threading.main_thread(), threading.current_thread())
+              and thread.native_id in more and thread.name != "steady sampler"]
+    if others:
         row["perf/thread_ms"], row["busiest_thread"] = max(others)
     return row
 

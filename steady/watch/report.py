@@ -46,10 +46,11 @@ def reported_before(now: list[Finding], history: History) -> list[list[dict]]:
     """For each finding, the earlier reports on the same: of its kind, and begun nearest to it."""
     out, since = [[] for _ in now], {"disk space": 0}  # a disk outlives the process
     for old in history.reported:
-        if same := [(abs(found.since - old["since"]), i) for i, found in enumerate(now)
-                    if (found.code, found.phase) == (old["code"], old.get("phase", "step"))
-                    and (found.since <= old["reported_at"] or found.code in LASTING
-                         and old["reported_at"] >= since.get(found.code, history.process_began))]:
+        same = [(abs(found.since - old["since"]), i) for i, found in enumerate(now)
+                if (found.code, found.phase) == (old["code"], old.get("phase", "step"))
+                and (found.since <= old["reported_at"] or found.code in LASTING
+                     and old["reported_at"] >= since.get(found.code, history.process_began))]
+        if same:
             out[min(same)[1]].append(old)
     return out
 

@@ -81,7 +81,7 @@ def open_metrics(path: Path, start_step: int) -> tuple:
     Rows after start_step are cut off, since those steps are repeated, and so is a torn last row.
     """
     path.touch()
-    if path.stat().st_nlink > 1:  # of a run copied by cp -al, which keeps its rows
+    if path.stat().st_nlink > 1:  # shared by cp -al: do not cut the other run's rows
         os.replace(shutil.copy(path, f"{path}~"), path)
     size, length = path.stat().st_size, TAIL_BYTES
     while True:
@@ -123,8 +123,6 @@ class TensorBoard:
         self.writer = None
 
     def open(self):
-        if self.writer:
-            return
         from torch.utils.tensorboard import SummaryWriter
 
         self.excepthook, threading.excepthook = threading.excepthook, self.print_error
@@ -136,7 +134,8 @@ class TensorBoard:
 
     def write(self, step: int, row: dict):
         if numbers := wandb_sink.scalars(row):
-            self.open()
+            if not self.writer:
+                self.open()
             from tensorboard.compat.proto.summary_pb2 import Summary
 
             # all values in one event: add_scalar for each takes three times as long
