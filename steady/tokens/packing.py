@@ -58,7 +58,7 @@ def begins_document(documents: Tensor, shape: torch.Size) -> Tensor:
 
 
 def document_mask(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """documents [B, T] → causal mask of each [B, 1, T, T], position of each token in its own."""
+    """documents [B, T] → mask [B, 1, T, T], causal in each; position of each token in its own."""
     place = torch.arange(documents.shape[1], device=documents.device)
     mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     start = torch.where(begins_document(documents, documents.shape), place, 0).cummax(1).values
