@@ -37,8 +37,7 @@ LEDGER = Path("experiments.jsonl")
 ERROR, LOOKS, ROUNDING = 0.1, (3, 5, 8, 13, 20), 1e-5  # nats: less is rounding
 
 FIXED_FLAGS = ["--json", "--sample_interval=0", "--save_interval=0", "--no_tensorboard",
-               "--tracker=none", "--no_auto_resume", "--no_overwrite",
-               f"--eval_interval={10**12}"]  # only at the end
+               "--tracker=none", "--no_auto_resume", "--no_overwrite", f"--eval_interval={10**12}"]
 REFUSED = "resume backup_to eval_only patience verify_resume check_checkpoints estimate".split()
 
 
@@ -117,8 +116,9 @@ def open_arm(text: str, more: list[str], folder: Path, reuse: bool) -> Arm:
     elif text == ".":
         title = f"the files after {git('log', '-1', '--format=%h %s')}"
     elif text:
-        title, code = git("log", "-1", "--format=%h %s", text, "--"), folder
-        git("archive", f"--output={folder}.tar", text)  # a worktree would outlive a kill
+        title = git("log", "-1", "--format=%h %s", text, "--")
+        code = folder / git("rev-parse", "--show-prefix")  # no worktree: it would outlive a kill
+        git("-C", git("rev-parse", "--show-toplevel"), "archive", f"--output={folder}.tar", text)
         shutil.unpack_archive(f"{folder}.tar", folder)
     cfg, _ = choose_run([*flags, *more, *FIXED_FLAGS])
     twice = sum(flag[:8] == "--config" for flag in [*flags, *more]) > 1  # one would have no effect
