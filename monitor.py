@@ -9,8 +9,7 @@
         monitor.step(step, loss=loss, tokens=batch.numel())
     monitor.close()
 
-It needs this file and steady/watch/, nothing else. An ordinary step costs a few clock reads;
-tensors stay on their device until the next log. Findings come from the rows of metrics.jsonl.
+It needs this file and steady/watch/. A step costs a few clock reads; tensors are read at a log.
 """
 
 if __name__ == "__main__":  # first: the imports below take seconds
@@ -297,4 +296,5 @@ class Monitor:
 
 if __name__ == "__main__":
     for run_dir in sys.argv[1:] or sys.exit("usage: python monitor.py RUN_DIR ..."):
+        Path(run_dir, "metrics.jsonl").is_file() or sys.exit(f"{run_dir}: no metrics.jsonl in it")
         print(report_text(report(Path(run_dir))))
