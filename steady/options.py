@@ -153,7 +153,8 @@ def read_flags(parser: Parser, argv: list[str]) -> argparse.Namespace:
     """Parse flags. The ConfigError for an unknown name suggests the nearest known one."""
     args, unknown = parser.parse_known_args([normal_form(parser, arg) for arg in argv])
     if unknown and not unknown[0].startswith("-"):
-        raise ConfigError(f"unexpected argument {unknown[0]}; expected options: --NAME VALUE")
+        raise ConfigError(f"unexpected argument {unknown[0]}; expected options: --NAME VALUE, and "
+                          "switches: --NAME or --no_NAME")
     if unknown:
         flag = unknown[0].split("=")[0]
         raise ConfigError(f"unknown option {flag}{nearest(flag, parser._option_string_actions)}")
@@ -230,8 +231,9 @@ def yaml_flags(parser: Parser, options: type, path: str, drop: set[str]) -> list
         if marks[name].get("command_line"):
             raise ConfigError(f"{path}: {name} is for the command line, not for a file")
         items = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, str) for item in items):
-            raise ConfigError(f"{path}: {name} must be a value or a list of values")
+        most = len(items) if isinstance(parser.get_default(name), list) else 1
+        if len(items) > most or not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{path}: {name} must be a value, or a list if it takes several")
         if value in ("", "null", "~", []) or name in drop and "model" in values:
             continue
         flags += [f"--{name}={items[0]}"] if len(items) == 1 else [f"--{name}", *items]

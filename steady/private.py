@@ -43,9 +43,7 @@ def require_reduced(model: nn.Module):
 
 
 def sdpa_choice(*tensors, **how) -> int | None:
-    """The backend that scaled_dot_product_attention would use; None without this function. Raises
-    RuntimeError if none can run.
-    """
+    """The backend that SDPA would use; None without this function. RuntimeError if none can run."""
     choose = getattr(torch, "_fused_sdp_choice", None)
     return choose and int(choose(*tensors, **how))
 

@@ -142,7 +142,6 @@ def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatc
     (b"max_steps: 3.5", "--max_steps: invalid int value: '3.5'"),
     (b"compile: maybe", "--compile maybe: expected true or false"),
     (b"preset: debug", "preset is for the command line"),
-    (b"trust_remote_code: true", "trust_remote_code is for the command line"),
     (b"seed: 1\n\tmax_steps: 5", "not YAML: while scanning for the next token found character "
      "'\\t' that cannot start any token in \"c.yaml\", line 2"),
     *((text, "not YAML") for text in (b"\xff\xfe\x00", b"seed: *x\n", b"[1, 2]: 3\n", b"[" * 5000,
@@ -150,7 +149,8 @@ def test_a_cache_that_cannot_be_written_is_refused(refused, tmp_path, monkeypatc
     (b"seed: 1\nmax_steps: 2\nseed: 3\n", "line 3: seed is given twice"),
     (b"monitoring: full\nmonitor: light\n", "monitoring is given twice, also as monitor"),
     (b"- 1\n- 2", "`name: value`"),
-    (b"data: {a: b}\n", "data must be a value or a list"),
+    (b"data: {a: b}\n", "data must be a value, or a list if"),
+    (b"max_steps: [1, 2]\n", "max_steps must be a value"),
     (b"seed: !!binary x\n", "--seed: invalid int value: 'x'")])
 def test_a_bad_file_of_options_is_refused(refused, text, said):
     printed = refused(config=text)
