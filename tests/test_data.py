@@ -185,7 +185,7 @@ def test_our_files_carry_their_description(corpus):
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("train.bin", b"", "0 bytes"),
+    ("train.bin", b"", "0 bytes; expected 1 uint16 tokens"),
     ("train.bin", b"abc", "3 bytes; .* is the file complete"),
     ("train.bin", b"ab" * 5, "5 tokens; expected more than --seq_len 10"),
     ("x_train_1.bin", shard(range(100))[: 1024 + 60], "1,084 bytes; expected 100 uint16 tokens"),

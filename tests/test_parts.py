@@ -206,7 +206,7 @@ def test_commands_read_parts(run, copy):
     assert run("--check_checkpoints", "r", bare=True).count(" valid") == 4
     for path in ("r/checkpoints/none", "r/checkpoints"):
         told = run("--resume", path, bare=True, expect=2)
-        assert "nor a finished checkpoint" in told and "--out_dir RUN," in told
+        assert "nor a finished checkpoint" in told and "RUN; to tune: --init_from" in told
     part = copy / "checkpoints/step_00000006/rank_1_of_2.pt"
     assert "not a checkpoint of this model" in run("--resume", part, "--out_dir", "r2", expect=2)
     run("--auto_resume", "--out_dir", "r", "--max_steps", 7, bare=True)

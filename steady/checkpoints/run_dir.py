@@ -56,7 +56,7 @@ def find_run(cfg) -> Path | None:
         source = Checkpoint(Path(cfg.resume))
         if not source.exists():
             raise ConfigError(f"--resume {source}: no such file, nor a finished checkpoint. To "
-                              "continue a run: --auto_resume --out_dir RUN, e.g. runs/001")
+                              "continue a run: --auto_resume --out_dir RUN; to tune: --init_from")
         out_dir, own = out_dir or source.run_dir, source.run_dir
     elif cfg.auto_resume:
         own = out_dir = out_dir or next(filter(run_files, reversed(numbered_folders())), None)

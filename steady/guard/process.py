@@ -105,7 +105,7 @@ def run_command(prog: str, main, argv: list[str], on_ctrl_c: str = "") -> int:
 
 def exit_code(
         main, argv: list[str], prog: str = "train.py", also_expected: tuple = (),
-        on_ctrl_c: str = "interrupted; --auto_resume continues from the newest checkpoint") -> int:
+        on_ctrl_c: str = "interrupted; --auto_resume continues from a checkpoint, if any") -> int:
     """The exit code of `main(argv)`; expected errors are printed as one line."""
     from steady.options import ConfigError, Failed
 

@@ -118,7 +118,7 @@ class TokenFile:
             self.is_typed, self.meta["tokens"] = True, int(header[2])
         self.size = size = os.stat(path).st_size
         self.n_tokens, rest = divmod(size - offset, self.dtype.itemsize)
-        expected = self.meta.get("tokens", self.n_tokens)
+        expected = self.meta.get("tokens", max(1, self.n_tokens))
         if rest or self.n_tokens != expected or self.n_tokens <= 0:
             raise ConfigError(f"{path}: {size:,} bytes; expected {expected:,} {self.dtype} tokens "
                               f"after a header of {offset} bytes: is the file complete?")
