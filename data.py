@@ -15,7 +15,6 @@ if __name__ == "__main__":  # first: the imports below take seconds
 
 import hashlib
 import itertools
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -93,9 +92,10 @@ class Samples:
     def __init__(self, name: str, n_samples: int, seq_len: int, vocab_size: int, seed: int):
         self.name, self.n_samples, self.seq_len = name, n_samples, seq_len
         self.vocab_size, self.n_tokens = vocab_size, n_samples * seq_len
-        self.datasets, self.weights = [self], {0: Fraction(1)}
+        self.datasets, self.weights = [self], {0: 1}
         self.fingerprint = [[name, self.n_tokens, "", ""]]  # a run continues only if it is equal
-        self.order = Order([n_samples], [Fraction(1)], seed)
+        self.document_lengths = np.array([seq_len])
+        self.order = Order([n_samples], [1], seed)
 
     def batch(self, start: int, stop: int) -> Batch:
         """The samples at positions start … stop - 1, on the host."""
@@ -112,7 +112,9 @@ class Samples:
 
     def typical_length(self) -> float:
         """Mean length of the sequence that a token is in; attention's FLOPs are linear in it."""
-        return float(self.seq_len)
+        each = [(d.document_lengths, float(d.weights[0] / d.n_samples)) for d in self.datasets]
+        squares = sum(weight * (lengths**2).sum() for lengths, weight in each)
+        return squares / sum(weight * lengths.sum() for lengths, weight in each)
 
     def group_by_length(self, steps: int, batch_size: int):
         """From now on, batch documents of similar lengths, to save padding."""
@@ -171,8 +173,11 @@ class Mixture(Samples):
         about = read_sidecars(files, vocab_size)
         self.vocab_size, self.tokenizer, self.tokenizer_folder, self.end_of_text = about
         if all(file.meta.get("bytes") for file in files) and not self.has_prompts:
-            self.bytes_per_token = [sum(f.meta["bytes"] for f in d.files) / d.n_tokens
-                                    for d in datasets]
+            # a begin-of-text has no bytes, and in a document of its own nothing predicts it
+            begun = [sum(f.meta["documents"] for f in d.files if f.meta.get("prefix"))
+                     for d in datasets if d.mode != "stream"] or [0] * len(datasets)
+            self.bytes_per_token = [sum(f.meta["bytes"] for f in d.files) / (d.n_tokens - n)
+                                    for d, n in zip(datasets, begun, strict=True)]
         self.fingerprint = [retry(partial(file.fingerprint, len(files))) for file in files]
         stages = [(begin, [d.weights[begin] for d in datasets]) for begin in datasets[0].weights]
         self.order = Order([d.n_samples for d in datasets], stages[0][1], seed, stages[1:])
@@ -189,11 +194,6 @@ class Mixture(Samples):
         if self.mode == "stream":
             return super().count_tokens(start, n)
         return int(self.per_sample("lengths", *self.order(start, start + n)).sum())
-
-    def typical_length(self) -> float:
-        each = [(d.document_lengths, float(d.weights[0] / d.n_samples)) for d in self.datasets]
-        squares = sum(weight * (lengths**2).sum() for lengths, weight in each)
-        return squares / sum(weight * lengths.sum() for lengths, weight in each)
 
     def batch(self, start: int, stop: int) -> Batch:
         """As Samples.batch, with ids of 2 or 4 bytes. Raises ConfigError if an id is too large."""

@@ -18,7 +18,7 @@ from conftest import before, contents, environment, largest_file
 from data import load_mixture
 from steady.options import ConfigError
 from steady.tokens import order as order_room
-from steady.tokens.files import TokenFile, find_sources, stdlib
+from steady.tokens.files import TokenFile, TokenWriter, find_sources, stdlib
 from steady.tokens.order import mixture_pattern
 from steady.tokens.tokenizers import decode
 
@@ -115,9 +115,9 @@ def test_ids_of_2_and_of_4_bytes_in_one_mixture(tmp_path):
     narrow = token_folder(tmp_path, "narrow")
     (narrow / "train.bin.json").write_text(json.dumps(dict(dtype="uint16")))
     wide = token_folder(tmp_path, "wide")
-    (100_000 + np.arange(1000)).astype(np.uint32).tofile(wide / "train.bin")
-    about = dict(dtype="uint32", vocab_size=102_000, end_of_text=101_999)  # pads narrow rows, too
-    (wide / "train.bin.json").write_text(json.dumps(about))
+    writer = TokenWriter(wide / "train.bin", 102_000, end_of_text=101_999)  # pads narrow rows, too
+    writer.add(100_000 + np.arange(1000), np.array([1000]), None, 1000)
+    writer.close()
     mixture = load_mixture([str(narrow), str(wide)], "train", 10, seed=1)
     tokens, _, _, source = mixture.batch(0, 8).to(torch.device("cpu"))
     assert sorted(source.tolist()) == [0] * 4 + [1] * 4 and mixture.vocab_size == 102_000

@@ -303,8 +303,8 @@ def write_dataset(files: list[Path], options: Options, draft: Path, counts: Coun
     encoder = Encoder(folder, options)
     # read after the fork, which hangs before Python 3.12 if a thread of Arrow's begins meanwhile
     chunks = itertools.chain(check(files, encoder), read_chunks(files, options, counts))
-    train, val = (TokenWriter(draft / f"{split}.bin", encoder.vocab_size, tokenizer=name,
-                              end_of_text=encoder.end) for split in ("train", "val"))
+    train, val = (TokenWriter(draft / f"{split}.bin", encoder.vocab_size, end_of_text=encoder.end,
+                              tokenizer=name, prefix=encoder.prefix) for split in ("train", "val"))
     bar = tqdm(desc="tokenized", unit="B", unit_scale=True, delay=2, mininterval=5)
     with bar, closing(encode_all(chunks, encoder)) as results:
         for encoded, counted in results:
