@@ -101,7 +101,7 @@ LINES = {  # of code, at most: only ever lowered
     "steady/ranks": 1095,
     "steady/guard": 759,
     "steady/watch": 2305,
-    "steady/tokens": 880,
+    "steady/tokens": 879,
     "steady/models": 1298,
     "steady": 378,
     "tools": 2146,
