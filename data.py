@@ -174,8 +174,8 @@ class Mixture(Samples):
         self.vocab_size, self.tokenizer, self.tokenizer_folder, self.end_of_text = about
         if all(file.meta.get("bytes") for file in files) and not self.has_prompts:
             # a begin-of-text has no bytes, and in a document of its own nothing predicts it
-            begun = [sum(f.meta["documents"] for f in d.files if f.meta.get("prefix"))
-                     for d in datasets if d.mode != "stream"] or [0] * len(datasets)
+            begun = [sum(f.meta["documents"] for f in d.files
+                         if f.meta.get("prefix") and d.mode != "stream") for d in datasets]
             self.bytes_per_token = [sum(f.meta["bytes"] for f in d.files) / (d.n_tokens - n)
                                     for d, n in zip(datasets, begun, strict=True)]
         self.fingerprint = [retry(partial(file.fingerprint, len(files))) for file in files]

@@ -108,9 +108,8 @@ def between_steps(run: "Run"):
 
 def learning_rate(step: int, cfg: Config) -> float:
     """The learning rate of update number `step` + 1: linear warm-up, then the schedule."""
-    warmup = cfg.warmup_steps
-    if warmup > cfg.max_steps:  # --max_minutes has left fewer steps than planned
-        warmup = cfg.max_steps // 2
+    planned = cfg.warmup_steps  # --max_minutes may have left fewer steps
+    warmup = planned if planned <= cfg.max_steps else cfg.max_steps // 2
     if step < warmup:
         return cfg.learning_rate * (step + 1) / warmup
     share = 1.0
@@ -500,7 +499,7 @@ def train_with_recovery(run: Run):
     cfg, progress, ranks, stop = run.cfg, run.progress, run.ranks, run.ranks.stop
     if 0 < progress.step < cfg.max_steps and ranks.rank == 0:
         print(opening.rate_jump(run, learning_rate), end="", flush=True)
-    report, flops = "", flops_per_token(run.model, cfg, run.train_data.typical_length())
+    flops = flops_per_token(run.model, cfg, run.train_data.typical_length())
     while True:
         run.monitor = Monitor(**monitor_options(run, flops))
         stop.phase = run.monitor.phase

@@ -177,6 +177,7 @@ def test_its_rows_and_its_lines(loop):
              for place in lines]
     assert any(re.match(rf"\S*loop.py:\d+ {function}", place) for place in looks), looks
     assert "verdict" in python("monitor.py", "run", folder=run_dir.parent)[0]
+    assert "RUN_DIR" in python("monitor.py", folder=run_dir.parent, expect=1)[1]
     assert "no metrics" in python("monitor.py", "--html", folder=run_dir.parent, expect=1)[1]
 
 

@@ -8,7 +8,7 @@ from conftest import ROOT, python
 
 from tests.bench import gpu
 from tests.bench.__main__ import NAMES, ON_REQUEST, main
-from tests.bench.common import Figure
+from tests.bench.common import Figure, compare, table
 
 
 def test_every_benchmark_can_be_named(capsys):
@@ -19,6 +19,12 @@ def test_every_benchmark_can_be_named(capsys):
     with pytest.raises(SystemExit) as refused:
         main(["nonsense"])
     assert refused.value.code == 2 and "expected one of training" in capsys.readouterr().err
+
+
+def test_a_figure_of_two_series_has_their_ratios_and_medians():
+    figure = compare("x", "y", [3.0, 8.0, 5.0], [1.0, 2.0, 5.0], "{:.1f} ms", ">= 1.5")
+    assert figure.ratios == [3.0, 4.0, 1.0] and (figure.ours, figure.theirs) == ("5.0 ms", "2.0 ms")
+    assert "≥ 1.5: met" in table([figure.row()])
 
 
 @pytest.mark.timed

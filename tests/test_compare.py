@@ -298,6 +298,7 @@ def test_revisions_and_the_working_tree(corpus, repository):
     shutil.copy(ROOT / "train.py", work)
     assert call("HEAD", ".", 0)["B"].startswith("the files after")
     assert "git log" in call("HEAD", "nothing", 2)
+    assert "git log" in call("train.py", ".", 2)  # no revision
     half = (ROOT / "data.py").read_text("utf-8").replace("cfg.eval_steps * cfg", "1 * cfg")
     (work / "data.py").write_text(half, "utf-8")
     assert "'eval_steps': 16" in call("HEAD", ".", 1)  # evaluates more than the files do

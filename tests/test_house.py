@@ -92,7 +92,7 @@ def test_imports_have_no_circles():
 
 
 LINES = {  # of code, at most: only ever lowered
-    "train.py": 543,
+    "train.py": 542,
     "model.py": 261,
     "data.py": 339,
     "monitor.py": 300,
@@ -119,17 +119,14 @@ def test_no_room_grows():
 
 def test_tests_do_not_grow():
     lines = sum(len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("tests/**/*.py"))
-    assert lines <= 17_690  # with benchmarks; only ever lowered
+    assert lines <= 17_689  # with benchmarks; only ever lowered
 
 
 # in lines, at most: only ever lowered
 PAGES = {"CHANGELOG.md": 60, "README.md": 140, "README.zh-CN.md": 140, "EXPERIMENTS.md": 80}
 
 
-def test_pages_stay_short():
+def test_pages_stay_short_and_files_can_be_read_in_one_sitting():
     for page, most in PAGES.items():
         assert len((ROOT / page).read_text("utf-8").splitlines()) <= most, page
-
-
-def test_files_can_be_read_in_one_sitting():
     assert [name for name, source in SOURCES.items() if len(source.splitlines()) > 550] == []

@@ -101,13 +101,10 @@ def test_no_alarm_without_sustained_growth(value):
     assert watch(value, rows=2000) == []
 
 
-def test_no_period_of_a_sawtooth_is_taken_for_growth():
-    """Also of those close to the steps between two samples that are kept."""
+def test_a_sawtooth_and_growth_that_reaches_the_limit_after_the_last_step_are_no_alarm():
+    # also periods close to the steps between two samples that are kept
     for period in (39, 41, 79, 81, 161):
         assert watch(lambda s, p=period: 3 + 4.5 * (s % p) / p, rows=2500) == [], period
-
-
-def test_growth_that_reaches_the_limit_only_after_the_last_step_is_no_alarm():
     assert watch(lambda s: 2 + 0.00005 * s + noise(), rows=3000, every=33) == []
     (_, found), *_ = watch(lambda s: 2 + 0.000075 * s + noise(), rows=3000, every=33)
     assert dict(found.values)["at_step"] == pytest.approx(80_000, rel=0.15)

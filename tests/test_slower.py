@@ -426,16 +426,13 @@ def parts_of(rows, sources=None) -> dict[str, object]:
 
 
 def test_a_healthy_run_gets_no_advice():
+    """Nor do runs before something was planted, also beside a neighbour that came and went."""
     assert parts_of(rows_of({})) == {}
     assert parts_of(rows_of({"evaluation": 1.0, "logging": 0.3, "checkpoint": 0.5})) == {}
     evaluated = rows_of({"evaluation": 4.0}, {"evaluation": {"my.py:5 evaluate": 9}})
     assert parts_of(evaluated, {"my.py:5": "for x in range(9): f(x)"}) == {}
     rank = {"perf/slowest_rank": 1, "perf/slowest_rank_ratio": 1.1, "perf/slowest_rank_phase": 1}
     assert parts_of(rows_of({"waiting": 2.0}, **rank)) == {}
-
-
-def test_runs_that_were_healthy_before_something_was_planted_get_none():
-    """Also beside a neighbour whose load came and went."""
     for run in kept(RESULTS):
         before = [row for row in run["rows"] if row["step"] <= run["at"]]
         assert slow(History(before)) == [], run["number"]
