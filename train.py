@@ -499,7 +499,7 @@ def train_with_recovery(run: Run):
     cfg, progress, ranks, stop = run.cfg, run.progress, run.ranks, run.ranks.stop
     if 0 < progress.step < cfg.max_steps and ranks.rank == 0:
         print(opening.rate_jump(run, learning_rate), end="", flush=True)
-    flops = flops_per_token(run.model, cfg, run.train_data.typical_length())
+    report, flops = "", flops_per_token(run.model, cfg, run.train_data.typical_length())
     while True:
         run.monitor = Monitor(**monitor_options(run, flops))
         stop.phase = run.monitor.phase
